@@ -1,0 +1,339 @@
+"""The command line: one function a subcommand, and the only place that parses, prints and exits.
+
+Figures go to standard output; progress and notes to standard error, so `--json` output can be piped. Exit codes: 0 done, 1 a check failed, 2 a mistake in what was
+asked (one line names it), 130 stopped by Ctrl-C with a checkpoint written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from blocktrain import __version__
+from blocktrain.config import (
+    PRESETS,
+    RunConfig,
+    load_config,
+    make_config,
+    merge_fields,
+    parse_assignment,
+    preset_fields,
+    read_toml,
+    reference_config,
+)
+from blocktrain.errors import BlockTrainError, ConfigError
+
+# torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
+
+STOPPED = 130
+
+app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False)
+
+Run = Annotated[Path, Parameter(help="Run folder (made if it is not there).")]
+Settings = Annotated[tuple[str, ...], Parameter("--set", help="Change a setting: section.field=value. May be given again.", negative=(), consume_multiple=False)]
+Json = Annotated[bool, Parameter("--json", negative=(), help="Print one JSON object instead of tables.")]
+
+
+def run(tokens: list[str]) -> int:
+    """Parse and run; returns the exit code. A user's mistake is one line on standard error."""
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except BlockTrainError as error:
+        err.print(f"blocktrain: {error}", markup=False)
+        return error.exit_code
+    except CycloptsError as error:
+        err.print(f"blocktrain: {' '.join(str(error).split())} See `blocktrain --help`.", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        err.print("blocktrain: stopped")
+        return STOPPED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result if isinstance(result, int) else 0
+
+
+def say(message: str) -> None:
+    """A note to a person."""
+    err.print(message, markup=False)
+
+
+@app.command
+def train(
+    run: Run,
+    *,
+    preset: Annotated[str | None, Parameter(help=f"One of {', '.join(PRESETS)}. Only for a new run.")] = None,
+    config: Annotated[Path | None, Parameter(help="A run.toml to start from. Only for a new run.")] = None,
+    data: Annotated[str | None, Parameter(help="wiki, python, wikitext-2, wikitext-103, or a path (sets data.corpus).")] = None,
+    set_: Settings = (),
+    reference: Annotated[
+        bool, Parameter(negative=(), help="Also train the end-to-end Transformer of the same shape into RUN/reference.")
+    ] = False,
+    json_: Json = False,
+) -> int:
+    """Train all blocks on this machine, or go on from the newest checkpoint.
+
+    Ends with sample text and the five numbers. Ctrl-C writes a checkpoint; the same command goes on from it.
+    """
+    settings = _run_settings(run, preset, config, data, set_)
+    from blocktrain.training.data import load_corpus
+
+    corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
+    say(f"text: {corpus.source}; {len(corpus.train):,} training bytes, {len(corpus.heldout):,} held out")
+    if not _train_folder(run, settings, corpus, "blocks"):
+        return STOPPED
+    if reference and not _train_folder(run / "reference", reference_config(settings), corpus, "reference"):
+        return STOPPED
+    _show_evaluation(run, settings, json_)
+    if not json_:
+        _show_sample(run, corpus)
+    return 0
+
+
+@app.command
+def evaluate(
+    run: Run,
+    *,
+    set_: Annotated[
+        tuple[str, ...],
+        Parameter("--set", negative=(), consume_multiple=False, help="objective.start, objective.readout or evaluate.* for this evaluation only."),
+    ] = (),
+    json_: Json = False,
+) -> int:
+    """The five numbers of a trained run on its held-out text (CE in nats per byte)."""
+    settings = load_config(_existing(run))
+    overrides: dict[str, Any] = {}
+    for text in set_:
+        fields = parse_assignment(text)
+        ((section, values),) = fields.items()
+        name = f"{section}.{next(iter(values))}" if isinstance(values, dict) else section
+        if section != "evaluate" and name not in ("objective.start", "objective.readout"):
+            raise ConfigError(f"--set {text}: evaluate can change objective.start, objective.readout and evaluate.*; {name} is fixed by training")
+        overrides = merge_fields(overrides, fields)
+    _show_evaluation(run, settings, json_, overrides)
+    return 0
+
+
+@app.command
+def generate(
+    run: Run,
+    *,
+    prompt: Annotated[str, Parameter(help="Text to go on from.")],
+    mode: Annotated[Literal["exact"], Parameter(help="exact: byte by byte from the last block's distribution.")] = "exact",
+    max_bytes: Annotated[int, Parameter(help="Bytes to generate.")] = 200,
+    temperature: Annotated[float, Parameter(help="0 takes the most likely byte.")] = 0.8,
+    top_p: Annotated[float, Parameter(help="Sample from the smallest set of bytes with this probability.")] = 1.0,
+    seed: Annotated[int, Parameter(help="Same seed, same text.")] = 0,
+    json_: Json = False,
+) -> int:
+    """Text from a trained run; always valid UTF-8. The prompt is not repeated."""
+    from blocktrain.training.checkpoint import load_run
+    from blocktrain.training.generate import check_sampling, generate_ids, to_text
+
+    check_sampling(temperature, top_p, max_bytes)
+    _existing(run)
+    loaded = load_run(run, say)
+    ids: list[int] = []
+    pieces = to_text(_collect(generate_ids(loaded, prompt.encode("utf-8", "replace"), max_bytes, temperature, top_p, seed), ids))
+    if json_:
+        text = "".join(pieces)
+        print(json.dumps({"text": text, "bytes": len(ids), "mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p}))
+        return 0
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _collect(ids: Iterator[int], into: list[int]) -> Iterator[int]:
+    for one in ids:
+        into.append(one)
+        yield one
+
+
+def _existing(run: Path) -> Path:
+    path = run / "run.toml"
+    if not path.is_file():
+        raise ConfigError(f"{run}: not a run folder (no run.toml); make one with `blocktrain train {run}`")
+    return path
+
+
+def _run_settings(run: Path, preset: str | None, config: Path | None, data: str | None, sets: tuple[str, ...]) -> RunConfig:
+    """The settings of a run: RUN/run.toml where it is there, else preset and --config; then --data and --set."""
+    existing = run / "run.toml"
+    if run.exists() and not run.is_dir():
+        raise ConfigError(f"{run}: is a file, a run needs a folder")
+    if existing.is_file():
+        for flag, value in (("--preset", preset), ("--config", config)):
+            if value is not None and _contradicts(existing, flag, value):
+                raise ConfigError(f"{flag}: {existing} is already there and differs; edit it, use --set, or choose another run folder")
+        fields, source = read_toml(existing), str(existing)
+    else:
+        fields = preset_fields(preset or "default")
+        source = f"preset {preset or 'default'}"
+        if config is not None:
+            fields, source = merge_fields(fields, read_toml(config)), str(config)
+    if data is not None:
+        fields, source = merge_fields(fields, {"data": {"corpus": data}}), f"{source} with --data"
+    for text in sets:
+        fields, source = merge_fields(fields, parse_assignment(text)), f"{source} with --set"
+    return make_config(fields, source)
+
+
+def _contradicts(existing: Path, flag: str, value: object) -> bool:
+    """Whether the preset or file says something else than the run folder does; the same command twice must go on."""
+    wanted = preset_fields(str(value)) if flag == "--preset" else read_toml(Path(str(value)))
+    have = read_toml(existing)
+    return merge_fields(have, wanted) != have
+
+
+def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str) -> bool:
+    """Train one run folder with progress; False if it was stopped."""
+    from blocktrain.training.run import TrainingRun
+
+    with _stop_on_signal() as stopped, _Progress(name) as progress:
+        training = TrainingRun(folder, settings, corpus, report=progress.step, say=progress.say, stopped=lambda: bool(stopped))
+        progress.say(f"{name}: {settings.model.blocks} blocks x {settings.model.layers_per_block} layers on {training.hardware}, into {folder}")
+        finished = training.train()
+    if not finished:
+        say(f"stopped; a checkpoint is in {folder / 'checkpoints'}. The same command goes on from it.")
+    return finished
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[list[int]]:
+    """A list that fills when SIGINT or SIGTERM comes; a second one ends the process at once."""
+    stopped: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+        say("stopping after this step ...")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Progress:
+    """A live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+        self.name = name
+        self.bar = Progress(*columns, console=err) if err.is_terminal else None
+        self.task = self.bar.add_task(name, total=None, note="") if self.bar else None
+        self.last = 0.0
+
+    def __enter__(self) -> _Progress:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def say(self, message: str) -> None:
+        err.print(message, markup=False)
+
+    def step(self, report: Any) -> None:
+        ce = " ".join(f"{value:.3f}" for value in report.figures.ce)
+        note = f"CE {ce} nats/byte, {report.tokens_per_s:,.0f} bytes/s"
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, completed=report.updates, total=report.total_updates, note=note)
+        elif report.seconds - self.last >= 10 or report.updates in (1, report.total_updates):
+            self.last = report.seconds
+            err.print(f"{self.name}: step {report.updates}/{report.total_updates}, {note}", markup=False)
+
+
+def _show_evaluation(run: Path, settings: RunConfig, as_json: bool, overrides: dict[str, Any] | None = None) -> None:
+    import dataclasses
+
+    from blocktrain.training.checkpoint import load_run
+    from blocktrain.training.data import load_corpus
+    from blocktrain.training.evaluate import evaluate as evaluate_run
+
+    loaded = load_run(run, say)
+    if overrides:
+        fields = merge_fields(loaded.config.model_dump(mode="json"), overrides)
+        loaded = dataclasses.replace(loaded, config=make_config(fields, "--set"))
+    corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
+    if corpus.heldout_digest != loaded.progress.heldout_digest:
+        raise ConfigError(f"data.corpus: the held-out text of {settings.data.corpus!r} is not the one this run was trained beside")
+    say("evaluating ...")
+    result = evaluate_run(loaded, corpus, say)
+    if not overrides:
+        from blocktrain.serialization import write_bytes
+
+        write_bytes(run / "evaluation.json", json.dumps(result.to_json(), indent=1).encode())
+    if as_json:
+        print(json.dumps(result.to_json()))
+        return
+    out.print(_evaluation_table(result, loaded))
+    if result.sigma_bins:
+        out.print(_sigma_table(result))
+
+
+def _evaluation_table(result: Any, loaded: Any) -> Table:
+    table = Table(title=f"Held-out cross entropy, nats per byte ({result.windows} windows, {result.noise_draws} noise draw(s))", title_justify="left")
+    table.add_column("number", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("what it is")
+    oracle = "-" if result.oracle_ce is None else " ".join(map(_number, result.oracle_ce))
+    table.add_row("1 oracle CE", oracle, "per block, state made from the true target: a diagnostic, not a score")
+    table.add_row("2 rollout CE", " ".join(map(_number, result.rollout_ce)), "after each block of the sweep, target never seen")
+    perplexity, bits = f"{result.to_json()['perplexity']:.3f}", f"{result.to_json()['bits_per_byte']:.3f}"
+    table.add_row("3 headline CE", _number(result.headline_ce), f"as served; perplexity {perplexity}, {bits} bits per byte")
+    table.add_row("4 composition gain", f"{result.composition_gain:+.4f}", f"best single block alone has {_number(result.best_single_block_ce)}")
+    why = "end-to-end Transformer of the same shape: " + _number(result.reference_ce)
+    missing = f"needs the reference: blocktrain train {loaded.folder} --reference"
+    table.add_row("5 gap", "-" if result.gap is None else f"{result.gap:+.4f}", missing if result.gap is None else why)
+    if result.window_ce is not None:
+        table.add_row("window CE", _number(result.window_ce), f"the last {loaded.config.objective.window} positions, their context masked")
+    table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes")
+    flops = f"{result.training_flops:.3g}" + (f" (reference {result.reference_flops:.3g})" if result.reference_flops else "")
+    table.add_row("trained on", f"{result.bytes_seen:,}", f"bytes; {flops} FLOPs; {result.parameters:,} parameters; seed {result.seed}")
+    table.add_row("digests", "", f"config {result.config_digest[:16]}, model {result.model_digest[:16]}")
+    return table
+
+
+def _sigma_table(result: Any) -> Table:
+    table = Table(title="Oracle CE by noise level", title_justify="left")
+    for name in ("sigma", "block", "CE"):
+        table.add_column(name, justify="right")
+    for row in result.sigma_bins:
+        table.add_row(f"{row.low:.3f} - {row.high:.3f}", str(row.block), _number(row.ce))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _show_sample(run: Path, corpus: Any) -> None:
+    from blocktrain.training.checkpoint import load_run
+    from blocktrain.training.generate import generate_ids, to_text
+
+    prompt = bytes(corpus.heldout[:64])
+    text = "".join(to_text(generate_ids(load_run(run, say), prompt, 200, 0.8, 1.0, 0)))
+    out.print("\nsample (prompt from the held-out text, then 200 generated bytes):", markup=False)
+    out.print(prompt.decode("utf-8", "replace") + " | " + text, markup=False)

@@ -1,0 +1,346 @@
+"""The one configuration of a run: every setting with its type, default, unit, meaning and check.
+
+A run is a folder with `run.toml`. The file holds the sections below and nothing else decides how the run behaves; commands may
+change a setting only through `--set section.field=value`, which goes through the same checks. Each section is handed on
+whole to the code that uses it (`config.noise` to the partition, `config.model` to the stack, ...), so a setting is two hops from its
+line of use.
+
+Left out on purpose: block ranges of sigma, FLOPs, parameter counts. They are derived where they are needed and never stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from blocktrain.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A frozen table of run.toml: unknown names, wrong types and non-finite numbers are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Shape of the stack: `blocks` x `layers_per_block` transformer layers."""
+
+    blocks: int = Field(3, ge=1, le=4096, description="number of blocks B the stack is cut into")
+    layers_per_block: int = Field(2, ge=1, le=4096, description="transformer layers in one block (L = B x this)")
+    width: int = Field(128, ge=8, le=65536, description="model width D")
+    heads: int = Field(4, ge=1, le=1024, description="attention heads; width / heads must be even (rotary)")
+    positions: int = Field(256, ge=2, le=1 << 20, description="sequence length T in bytes")
+    embed_dim: int = Field(128, ge=2, le=65536, description="width E of the target embedding")
+    mlp: Literal["relu2", "swiglu"] = Field("relu2", description="feed-forward kind")
+    mlp_ratio: float = Field(4.0, gt=0, le=64, description="feed-forward width / model width (swiglu takes 2/3 of it)")
+    noise_dim: int = Field(64, ge=2, le=4096, description="width of the noise-level embedding; even")
+
+    @model_validator(mode="after")
+    def check(self) -> ModelConfig:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"model.heads: width {self.width} / heads {self.heads} must be a whole, even number")
+        if self.noise_dim % 2:
+            raise ValueError(f"model.noise_dim: must be even, got {self.noise_dim}")
+        return self
+
+    @property
+    def layers(self) -> int:
+        return self.blocks * self.layers_per_block
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Feed-forward width; swiglu has three matrices instead of two, so it gets 2/3 of the width for equal parameters."""
+        hidden = self.width * self.mlp_ratio * (2 / 3 if self.mlp == "swiglu" else 1)
+        return max(8, round(hidden / 8) * 8)
+
+
+class NoiseConfig(Section):
+    """The sigma density (log-normal, truncated to [sigma_min, sigma_max]) and its cut into one range per block."""
+
+    sigma_min: float = Field(1.0, ge=0, description="lowest noise level (0 allowed: shows target leakage)")
+    sigma_max: float = Field(10.0, gt=0, description="highest noise level, where a sweep starts")
+    P_mean: float = Field(-1.2, description="mean of ln(sigma)")
+    P_std: float = Field(1.2, gt=0, description="standard deviation of ln(sigma)")
+    sigma_data: float = Field(0.5, gt=0, description="EDM's data scale")
+    overlap: float = Field(0.05, ge=0, le=1, description="each block's range is widened on both sides by this share of its own log-width")
+    partition: Literal["lognormal", "information"] | list[float] = Field(
+        "lognormal",
+        description="equal probability; equal fall of cross entropy (fitted while training); or the B+1 falling boundaries",
+    )
+    information_fit_at: float = Field(0.1, gt=0, lt=1, description="share of the steps after which `information` is fitted")
+
+    @model_validator(mode="after")
+    def check(self) -> NoiseConfig:
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(f"noise.sigma_min: {self.sigma_min} must be below noise.sigma_max {self.sigma_max}")
+        if isinstance(self.partition, list):
+            cuts = self.partition
+            if any(a <= b for a, b in zip(cuts, cuts[1:], strict=False)):
+                raise ValueError(f"noise.partition: boundaries must fall, got {cuts}")
+            if len(cuts) < 2 or cuts[0] != self.sigma_max or cuts[-1] != self.sigma_min:
+                raise ValueError(f"noise.partition: must run from sigma_max {self.sigma_max} to sigma_min {self.sigma_min}, got {cuts}")
+        return self
+
+
+class ObjectiveConfig(Section):
+    """What a block learns from, and how the blocks are composed."""
+
+    input: Literal["independent", "upstream"] = Field(
+        "upstream", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
+    )
+    loss: Literal["cross_entropy", "embedding_mse"] = Field("cross_entropy", description="over the vocabulary, or on the target embedding")
+    span: int = Field(1, ge=1, description="consecutive blocks w that are trained together; 1 is the paper, B is end-to-end")
+    private_layers: int = Field(0, ge=0, le=64, description="decoder layers of a block's own, not handed on (upstream only, not in the last block)")
+    weighting: Literal["edm", "none"] = Field("edm", description="weight of a sample's denoising loss as a function of its sigma")
+    denoise_weight: float = Field(1.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere")
+    anchor_weight: float = Field(0.0, ge=0, description="weight of cross entropy on the same block with the target information absent")
+    readout: Literal["posterior", "evidence_free"] = Field("posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out")
+    start: Literal["noise", "zero"] = Field("noise", description="state z a sweep starts from")
+    window: int = Field(0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
+    window_share: float = Field(0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
+
+    @model_validator(mode="after")
+    def check(self) -> ObjectiveConfig:
+        if self.denoise_weight == 0 and self.anchor_weight == 0:
+            raise ValueError("objective.denoise_weight: 0 needs objective.anchor_weight > 0, or nothing is learnt")
+        if self.denoise_weight == 0 and self.window:
+            raise ValueError("objective.window: needs objective.denoise_weight > 0, masked positions carry only the noisy target")
+        if self.denoise_weight == 0 and self.start == "noise":
+            raise ValueError("objective.start: must be 'zero' when objective.denoise_weight = 0, the blocks never see noise")
+        if self.denoise_weight == 0 and self.loss == "embedding_mse":
+            raise ValueError("objective.loss: embedding_mse needs objective.denoise_weight > 0")
+        if self.input == "independent" and self.span > 1:
+            raise ValueError(f"objective.span: {self.span} needs objective.input = 'upstream', independent blocks share no gradient")
+        if self.input == "independent" and self.private_layers:
+            raise ValueError("objective.private_layers: needs objective.input = 'upstream', an independent block hands nothing on")
+        return self
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the noisy target z takes part at all."""
+        return self.denoise_weight > 0
+
+
+class DataConfig(Section):
+    """Which text; bytes are the tokens."""
+
+    corpus: str = Field("wiki", min_length=1, description="wiki, python, wikitext-2, wikitext-103, or a path")
+    heldout: str = Field("", description="path of the held-out text; empty takes the tail of the corpus")
+    heldout_fraction: float = Field(0.05, gt=0, lt=1, description="share of the corpus that is held out when `heldout` is empty")
+
+
+class TrainConfig(Section):
+    """The inner loop."""
+
+    steps: int = Field(1200, ge=1, description="optimizer steps per block")
+    batch_size: int = Field(16, ge=1, description="sequences per step")
+    optimizer: Literal["muon", "adamw"] = Field("muon", description="muon: matrices by Muon, the rest by AdamW")
+    lr: float = Field(2e-3, gt=0, description="AdamW learning rate")
+    muon_lr: float = Field(0.02, gt=0, description="Muon learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of the matrices")
+    warmup_steps: int = Field(50, ge=0, description="linear rise of the learning rate")
+    cooldown: float = Field(0.5, ge=0, le=1, description="last share of the steps over which the learning rate falls linearly to 0")
+    clip_norm: float = Field(1.0, ge=0, description="gradient norm limit of each block and of the interface; 0 is off")
+    ema: float = Field(0.0, ge=0, lt=1, description="decay of the exponential moving average that is evaluated and served; 0 is off")
+    order: Literal["interleaved", "sequential"] = Field(
+        "interleaved",
+        description="every block at each step, or one block after another with only that block's weights, gradients and moments in memory",
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="autocast; auto takes bfloat16 where the hardware is fast at it")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes CUDA, then MPS, then the CPU")
+    checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
+    log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
+
+
+class EvaluateConfig(Section):
+    """How much held-out text, and how many draws."""
+
+    windows: int = Field(64, ge=1, description="held-out sequences of T bytes that are scored")
+    noise_draws: int = Field(8, ge=1, description="sweeps averaged where a sweep starts from noise")
+    sigma_bins: int = Field(8, ge=1, le=256, description="bins of the table of cross entropy per sigma")
+
+
+class RunConfig(Section):
+    """A whole run. `seed` is folded with (block, step, purpose) into every random draw."""
+
+    seed: int = Field(0, ge=0, lt=1 << 62, description="the run's seed")
+    model: ModelConfig = ModelConfig()
+    noise: NoiseConfig = NoiseConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    @model_validator(mode="after")
+    def check(self) -> RunConfig:
+        blocks = self.model.blocks
+        if self.objective.span > blocks:
+            raise ValueError(f"objective.span: {self.objective.span} is more than model.blocks {blocks}")
+        if isinstance(self.noise.partition, list) and len(self.noise.partition) != blocks + 1:
+            raise ValueError(f"noise.partition: needs model.blocks + 1 = {blocks + 1} boundaries, got {len(self.noise.partition)}")
+        if self.objective.window >= self.model.positions:
+            raise ValueError(f"objective.window: {self.objective.window} must be below model.positions {self.model.positions}")
+        if self.train.order == "sequential":
+            if self.objective.span > 1:
+                raise ValueError("train.order: sequential trains one block at a time, objective.span must be 1")
+            if self.noise.partition == "information":
+                raise ValueError("train.order: sequential cannot fit noise.partition = 'information', which needs every block's loss at once")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical JSON of everything but `data`'s location: two runs with the same digest train the same way."""
+        fields = self.model_dump(mode="json")
+        del fields["data"]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.model.positions
+
+
+# Presets: the one main dial. Each is only what differs from the defaults above.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "default": {},
+    "smoke": {
+        "model": {"blocks": 2, "layers_per_block": 1, "width": 64, "heads": 2, "positions": 128, "embed_dim": 64},
+        "train": {"steps": 120, "batch_size": 8, "warmup_steps": 10, "checkpoint_every": 60},
+        "evaluate": {"windows": 16, "noise_draws": 8},
+    },
+    "laptop": {
+        "model": {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256},
+        "train": {"steps": 300, "batch_size": 8, "warmup_steps": 20, "checkpoint_every": 100},
+    },
+    "bench": {
+        "model": {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256, "embed_dim": 128},
+        "train": {"steps": 1200, "batch_size": 16},
+    },
+    "paper": {
+        "model": {"blocks": 3, "layers_per_block": 4, "width": 256, "heads": 8, "positions": 256, "embed_dim": 256},
+        "noise": {"sigma_min": 1.0, "sigma_max": 10.0, "partition": "lognormal", "overlap": 0.05},
+        "objective": {
+            "input": "independent",
+            "span": 1,
+            "denoise_weight": 1.0,
+            "anchor_weight": 0.0,
+            "weighting": "edm",
+            "readout": "posterior",
+            "start": "noise",
+        },
+        "train": {"steps": 12000, "batch_size": 32, "optimizer": "adamw", "warmup_steps": 200, "weight_decay": 0.01},
+    },
+}
+
+
+def reference_config(config: RunConfig) -> RunConfig:
+    """The end-to-end Transformer of the same layers, tables, optimizer, schedule and data: one span over the whole stack, no noise."""
+    objective = ObjectiveConfig(input="upstream", span=config.model.blocks, denoise_weight=0.0, anchor_weight=1.0, start="zero")
+    train = config.train.model_copy(update={"order": "interleaved"})
+    noise = config.noise if config.noise.partition != "information" else config.noise.model_copy(update={"partition": "lognormal"})
+    return config.model_copy(update={"objective": objective, "train": train, "noise": noise})
+
+
+def make_config(fields: dict[str, Any], source: str = "run.toml") -> RunConfig:
+    """Check nested `fields`; raises ConfigError with one line that names the setting, where it stands, and what it may be."""
+    try:
+        return RunConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "literal[")))
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if first["type"] == "extra_forbidden":
+        return f"{place}: no such setting{_suggest(first['loc'])}"
+    given = first.get("input")
+    return f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}, got {given!r}"
+
+
+def _suggest(loc: tuple[int | str, ...]) -> str:
+    import difflib
+
+    table: Any = RunConfig
+    for part in loc[:-1]:
+        field = table.model_fields.get(str(part))
+        if field is None:
+            return ""
+        table = field.annotation
+    names = list(table.model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    return f" (did you mean {close[0]}?)" if close else f"; known: {', '.join(names)}"
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """The nested settings of a preset, as a fresh copy."""
+    if name not in PRESETS:
+        raise ConfigError(f"--preset: no preset {name!r}; known: {', '.join(PRESETS)}")
+    return {section: dict(values) for section, values in PRESETS[name].items()}
+
+
+def merge_fields(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = merge_fields(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+    return merged
+
+
+def parse_assignment(text: str) -> dict[str, Any]:
+    """`section.field=value` to nested fields. The value is read as TOML; what is not TOML is a string."""
+    name, equals, value = text.partition("=")
+    path = name.strip().split(".")
+    if not equals or not all(path) or len(path) > 2:
+        raise ConfigError(f"--set {text}: expected section.field=value, for example --set train.steps=500")
+    try:
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return {path[0]: parsed} if len(path) == 1 else {path[0]: {path[1]: parsed}}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The nested settings of a run file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read and check a run file."""
+    return make_config(read_toml(path), str(path))
+
+
+def to_toml(config: RunConfig) -> str:
+    """Every setting of the run, in the order of this file, each with its meaning as a comment."""
+    lines = ["# BlockTrain run. Change a setting here, then run the same command again (docs/settings.md explains them)."]
+    lines += [f"seed = {config.seed}"]
+    for name, section in config:
+        if isinstance(section, Section):
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml_value(value)}  # {type(section).model_fields[key].description}" for key, value in section]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, float):
+        assert math.isfinite(value)
+        return repr(value)
+    return str(value)

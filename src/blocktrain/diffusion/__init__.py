@@ -1,0 +1,1 @@
+"""Noise levels, preconditioning and the sweep: diffusion mathematics that knows no model."""

@@ -1,0 +1,35 @@
+"""Every error that BlockTrain raises on purpose, drawn as a tree.
+
+BlockTrainError                 a person or a machine outside did something that cannot work
+├── ConfigError                 a setting, its value, or two settings that contradict each other
+├── DataError                   a corpus that is missing, empty, too short, unreadable or changed
+├── CheckpointError             a run folder or checkpoint that is missing, damaged or of another shape
+└── MemoryLimitError            what was asked for does not fit, with the need and the have
+
+Each message is one line that names the setting, field or file and says what to do. The command line prints it and exits
+with `exit_code`; anything else that escapes is our own bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class BlockTrainError(Exception):
+    """Base of all deliberate errors; `exit_code` is what the command line returns for it."""
+
+    exit_code = 2
+
+
+class ConfigError(BlockTrainError):
+    """A setting is unknown, out of range, or contradicts another; the message names it as `section.field`."""
+
+
+class DataError(BlockTrainError):
+    """A corpus cannot be used; the message names the file or corpus."""
+
+
+class CheckpointError(BlockTrainError):
+    """A run folder or checkpoint cannot be used; the message names the file."""
+
+
+class MemoryLimitError(BlockTrainError):
+    """The machine cannot hold what was asked for; the message gives need and have in bytes."""

@@ -1,0 +1,123 @@
+"""One causal transformer layer, and the cache that lets it go on from where it stopped.
+
+N batch, T positions, D width, H heads, K = D / H, C noise-level embedding width.
+
+Notable: RMSNorm without a gain of its own, because the noise-level modulation (adaLN) carries one gain and one shift per channel and sub-layer;
+rotary positions; queries and keys normalised per head; ReLU^2 or SwiGLU feed-forward; projections into the residual stream start at zero, so a fresh
+layer is the identity. Left out: biases in matrices, dropout (one pass over the text), output gates.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.config import ModelConfig
+
+
+class KeyValueCache:
+    """Keys and values of one layer's past positions, (N, H, capacity, K); `length` of them are filled."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (N, H, T, K) keys and values; returns all of them so far, (N, H, length, K)."""
+        n, h, t, width = k.shape
+        assert self.length + t <= self.capacity, "the caller keeps a stream within the cache's capacity"
+        if self._keys is None or self._values is None:
+            self._keys = k.new_empty(n, h, self.capacity, width)
+            self._values = v.new_empty(n, h, self.capacity, width)
+        self._keys[:, :, self.length : self.length + t] = k
+        self._values[:, :, self.length : self.length + t] = v
+        self.length += t
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def truncate(self, length: int) -> None:
+        """Forget every position from `length` on."""
+        self.length = min(self.length, length)
+
+
+def rotary_table(positions: int, width: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE (Su et al. 2021, base 10,000), each (positions, width / 2) float32."""
+    frequency = 10000.0 ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angle = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels by its position's angle: x (N, H, T, K), cos and sin (T, K / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with rotary positions and normalised queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, config.width, bias=False)
+        self.value = nn.Linear(config.width, config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        n, t, d = x.shape
+        q, k, v = (layer(x).view(n, t, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))  # (N, H, T, K)
+        q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
+        if cache is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            past = cache.length
+            k, v = cache.append(k, v)
+            visible = torch.ones(t, past + t, dtype=torch.bool, device=x.device).tril(past)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return self.out(y.transpose(1, 2).reshape(n, t, d))
+
+
+class FeedForward(nn.Module):
+    """relu(x W)^2 W' or the gated silu(x G) * (x W) W'."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.mlp_hidden, bias=False)
+        self.gate = nn.Linear(config.width, config.mlp_hidden, bias=False) if config.mlp == "swiglu" else None
+        self.down = nn.Linear(config.mlp_hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.up(x)).square() if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden)
+
+
+class TransformerLayer(nn.Module):
+    """x + attention, x + feed-forward, each behind a norm that the noise level modulates."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.modulation = nn.Linear(config.noise_dim, 4 * config.width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight", "modulation.weight", "modulation.bias")):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
+
+    def forward(self, x: Tensor, noise: Tensor | None, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """x (N, T, D), noise (N, 1 or T, C) or None where no noise level takes part -> (N, T, D)."""
+        modulation = self.modulation.bias if noise is None else self.modulation(noise)
+        scale_a, shift_a, scale_f, shift_f = modulation.chunk(4, dim=-1)
+        x = x + self.attention(rms_norm(x) * (1 + scale_a) + shift_a, cos, sin, cache)
+        return x + self.feed_forward(rms_norm(x) * (1 + scale_f) + shift_f)

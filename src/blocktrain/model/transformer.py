@@ -1,0 +1,157 @@
+"""The interface that all blocks share, a block of layers, and the stack of both.
+
+N batch, T positions, D width, E target-embedding width, V vocabulary (256 bytes), C noise-level embedding width.
+
+A `DenoisingBlock` is the unit that is trained, versioned, averaged and served. It never looks at another block: what it needs of the one before it comes in
+as a state (N, T, D). A `BlockStack` may hold any subset of the blocks (a worker or a stage holds one). Weights are drawn block by block from
+(seed, block), so whoever makes block 2 makes the same block 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.config import ModelConfig
+from blocktrain.model.layers import KeyValueCache, TransformerLayer, rms_norm, rotary_table
+from blocktrain.seeding import fold
+
+VOCABULARY = 256  # bytes
+MASK_ID = 256  # context id of a masked position; never a target
+
+
+class NoiseEmbedding(nn.Module):
+    """c_noise -> C: sines and cosines of the level, then one linear layer and SiLU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("frequency", torch.logspace(0, 5, width // 2, base=2.0), persistent=False)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, level: Tensor) -> Tensor:
+        """level (...) -> (..., C)."""
+        angle = level[..., None] * self.frequency
+        return F.silu(self.mix(torch.cat((angle.cos(), angle.sin()), dim=-1)))
+
+
+class Interface(nn.Module):
+    """Token embedding, entry of the noisy target, noise-level embedding, target embedding and head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY + 1, config.width)
+        self.targets = nn.Embedding(VOCABULARY, config.embed_dim)
+        self.enter = nn.Linear(config.embed_dim, config.width, bias=False)
+        self.noise = NoiseEmbedding(config.noise_dim)
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        # Only the embedding_mse objective uses these two: the denoised embedding, and the sharpness with which it is read as logits.
+        self.denoised = nn.Linear(config.width, config.embed_dim, bias=False)
+        self.log_sharpness = nn.Parameter(torch.zeros(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.tokens.weight, std=0.5)
+        nn.init.normal_(self.targets.weight)
+        nn.init.normal_(self.enter.weight, std=self.enter.weight.size(1) ** -0.5)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.denoised.weight)
+
+    def target_embeddings(self) -> Tensor:
+        """(V, E), unit L2 norm; the only form in which targets are noised, scored and averaged."""
+        return F.normalize(self.targets.weight.float(), dim=-1)
+
+
+class DenoisingBlock(nn.Module):
+    """A run of consecutive layers, the gain in front of its read-out, and decoder layers of its own that are not handed on."""
+
+    def __init__(self, config: ModelConfig, private_layers: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers_per_block))
+        self.private = nn.ModuleList(TransformerLayer(config) for _ in range(private_layers))
+        self.out_gain = nn.Parameter(torch.ones(config.width))
+        self.config = config
+        cos, sin = rotary_table(config.positions, config.width // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, state: Tensor, noise: Tensor | None, caches: BlockCache | None = None) -> Tensor:
+        """state (N, T, D) in, state (N, T, D) out: what the next block is handed."""
+        return self._run(self.layers, state, noise, caches and caches.layers)
+
+    def features(self, state: Tensor, noise: Tensor | None, caches: BlockCache | None = None) -> Tensor:
+        """What the head reads: the block's own state through its private layers, normalised. (N, T, D) -> (N, T, D)."""
+        return rms_norm(self._run(self.private, state, noise, caches and caches.private)) * self.out_gain
+
+    def _run(self, layers: Iterable[nn.Module], x: Tensor, noise: Tensor | None, caches: Sequence[KeyValueCache] | None) -> Tensor:
+        for i, layer in enumerate(layers):
+            cache = caches[i] if caches else None
+            past = cache.length if cache else 0
+            x = layer(x, noise, self.cos[past : past + x.size(1)], self.sin[past : past + x.size(1)], cache)
+        return x
+
+    def matrices(self) -> list[nn.Parameter]:
+        """The hidden matrices, which Muon trains; everything else is AdamW's."""
+        parts = [m for layer in (*self.layers, *self.private) for m in (layer.attention, layer.feed_forward)]
+        return [p for part in parts for p in part.parameters()]
+
+
+class BlockCache:
+    """The key-value caches of one block for one stream."""
+
+    def __init__(self, block: DenoisingBlock) -> None:
+        self.layers = [KeyValueCache(block.config.positions) for _ in block.layers]
+        self.private = [KeyValueCache(block.config.positions) for _ in block.private]
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def truncate(self, length: int) -> None:
+        for cache in (*self.layers, *self.private):
+            cache.truncate(length)
+
+
+class BlockStack(nn.Module):
+    """The interface and some or all blocks of a run."""
+
+    def __init__(self, config: ModelConfig, *, seed: int, private_layers: int = 0, blocks: Iterable[int] | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.private_layers = private_layers
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(fold(seed, "interface"))
+            self.interface = Interface(config)
+            held = range(config.blocks) if blocks is None else blocks
+            self.blocks = nn.ModuleDict({str(b): self._make_block(b, seed) for b in held})
+
+    def _make_block(self, index: int, seed: int) -> DenoisingBlock:
+        torch.manual_seed(fold(seed, "block", index))
+        last = index == self.config.blocks - 1
+        return DenoisingBlock(self.config, 0 if last else self.private_layers)
+
+    def block(self, index: int) -> DenoisingBlock:
+        block = self.blocks[str(index)]
+        assert isinstance(block, DenoisingBlock)
+        return block
+
+    @property
+    def held(self) -> list[int]:
+        """Indices of the blocks that are here, rising."""
+        return sorted(int(name) for name in self.blocks)
+
+    def caches(self) -> dict[int, BlockCache]:
+        """Empty caches for one stream through every block held here."""
+        return {b: BlockCache(self.block(b)) for b in self.held}
+
+
+def layer_flops(config: ModelConfig) -> int:
+    """Forward floating-point operations of one layer per token: 2 per weight of a matrix, and causal attention over T / 2 keys on average."""
+    matrices = 4 * config.width**2 + (3 if config.mlp == "swiglu" else 2) * config.width * config.mlp_hidden
+    return 2 * matrices + 2 * config.width * config.positions
+
+
+def parameter_count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

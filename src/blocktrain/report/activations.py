@@ -1,0 +1,123 @@
+"""What autograd keeps for the backward pass of one span, line by line, in bytes.
+
+N batch, T positions, M = N T rows, D width, E target-embedding width, F feed-forward width, H heads, C noise-level embedding width, V vocabulary.
+
+A formula and no trace, so that it answers for shapes that no machine here can hold. Each line below is a tensor that one operation of
+`model/layers.py`, `training/composition.py` or `training/objective.py` saves; a test compares the sum with `saved_tensors_hooks` on real steps. Attention is
+the flash kernel's: it keeps its inputs, its output and one number per row and head, never a T x T matrix.
+
+Left out on purpose: parameters, byte ids, numbers per batch (a few bytes), and what lives for an instant inside an operation (a gradient on its way, the logits
+before their log-softmax). The frozen prefix saves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blocktrain.config import ModelConfig, RunConfig
+from blocktrain.model.transformer import VOCABULARY
+from blocktrain.training.objective import Span
+
+FLOAT32 = 4  # bytes; statistics of norms and attention and the log-softmax are float32 under every precision
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per number of everything that is held, and the sentence that says so."""
+
+    weights: int
+    gradients: int
+    moments: int
+    stream: int  # residual stream, and what a norm reads and gives
+    compute: int  # what matrix products and attention read and give
+    casts: bool  # autocast: every matrix product keeps a cast copy of its weights and its own cast of its input
+    meaning: str
+
+
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision(4, 4, 4, 4, 4, False, "everything float32"),
+    "mixed": Precision(4, 4, 4, 4, 2, True, "bfloat16 autocast over float32 weights, gradients and moments, as train.precision = bfloat16 does"),
+    "bfloat16": Precision(2, 2, 4, 2, 2, False, "bfloat16 weights, gradients and activations, float32 moments; the trainer does not do this"),
+    "float16": Precision(2, 2, 4, 2, 2, False, "float16 weights, gradients and activations, float32 moments; the trainer does not do this"),
+}
+
+
+def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision) -> dict[str, int]:
+    """Bytes saved by one layer in one pass."""
+    rows = batch * model.positions  # M
+    d, f, h = rows * model.width, rows * model.mlp_hidden, rows * model.heads  # M D, M F, M H
+    gated = model.mlp == "swiglu"
+    return {
+        # x + attention(rms_norm(x) * (1 + scale) + shift)
+        "attention: stream": d * p.stream,
+        "attention: normalised stream": d * p.stream + rows * FLOAT32,
+        "attention: modulated stream, read by q, k, v": d * p.compute * (3 if p.casts else 1),
+        "attention: q, k before their norms": 2 * (d * p.stream + h * FLOAT32),
+        "attention: q, k, v": 3 * d * p.compute,
+        "attention: result by heads, log-sum": d * p.compute + h * FLOAT32,
+        "attention: result by rows, read by out": d * p.compute,
+        # x + feed_forward(rms_norm(x) * (1 + scale) + shift)
+        "feed-forward: stream": d * p.stream,
+        "feed-forward: normalised stream": d * p.stream + rows * FLOAT32,
+        "feed-forward: modulated stream, read by up (and gate)": d * p.compute * (2 if p.casts and gated else 1),
+        # relu(up) and its square; or gate, silu(gate), up and their product
+        "feed-forward: hidden": (4 if gated else 2) * f * p.compute,
+        # 1 + scale of both sub-layers: per sample where the noise level sets it, else per channel
+        "modulation: gains": 2 * model.width * (batch * p.compute if noisy else p.stream),
+    }
+
+
+def layer_copies(model: ModelConfig, noisy: bool, p: Precision) -> int:
+    """Bytes of the cast copies of one layer's matrices, made once per step."""
+    matrices = 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * model.mlp_hidden
+    modulation = 4 * model.noise_dim * model.width if noisy else 0
+    return (matrices + modulation) * p.compute if p.casts else 0
+
+
+def readout_activations(model: ModelConfig, batch: int, p: Precision) -> dict[str, int]:
+    """Bytes saved by rms_norm(x) * out_gain in front of the head, in one pass."""
+    rows = batch * model.positions
+    return {"read-out: stream": rows * model.width * p.stream, "read-out: normalised stream": rows * model.width * p.stream + rows * FLOAT32}
+
+
+def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clean: bool, p: Precision) -> dict[str, int]:
+    """Bytes saved by the interface in one pass through a span: entry of z and of its level at every block, one head.
+
+    `clean` is the pass in which z is zero: it carries no denoising loss.
+    """
+    model, batch = config.model, config.train.batch_size
+    rows, mse = batch * model.positions, config.objective.loss == "embedding_mse"
+    lines = {
+        "head: features": rows * model.width * p.compute,
+        "head: log-softmax": rows * VOCABULARY * FLOAT32,
+    }
+    if noisy:
+        lines["entry: c_in z"] = span_blocks * rows * model.embed_dim * p.compute
+        lines["entry: noise level before and after SiLU"] = span_blocks * 3 * batch * model.noise_dim * p.compute
+    if noisy and not clean:
+        lines["entry: norms of the target table"] = span_blocks * 2 * VOCABULARY * FLOAT32
+    if mse:
+        lines["head: logits before sharpness"] = rows * VOCABULARY * p.compute
+    if mse and not clean:
+        lines["loss: distance to the target"] = rows * model.embed_dim * FLOAT32
+    return lines
+
+
+def interface_copies(config: RunConfig, noisy: bool, p: Precision) -> int:
+    """Bytes of the cast copies of the interface's matrices, made once per step."""
+    model = config.model
+    head = model.width * (model.embed_dim if config.objective.loss == "embedding_mse" else VOCABULARY)
+    return (head + (model.embed_dim * model.width if noisy else 0)) * p.compute if p.casts else 0
+
+
+def span_activations(config: RunConfig, span: Span, p: Precision) -> tuple[int, int]:
+    """Bytes that one step of a span keeps for its backward pass: (interface, blocks). Every view of the batch is kept until then."""
+    model, objective, batch = config.model, config.objective, config.train.batch_size
+    noisy, num_blocks = objective.noisy, span[1] - span[0]
+    layers = num_blocks * model.layers_per_block + (objective.private_layers if span[1] < model.blocks else 0)
+    clean = ([False] if noisy else []) + ([True] if objective.anchor_weight else [])
+    layer = sum(layer_activations(model, batch, noisy, p).values())
+    readout = sum(readout_activations(model, batch, p).values())
+    blocks = len(clean) * (layers * layer + readout) + layers * layer_copies(model, noisy, p)
+    passes = sum(sum(interface_activations(config, num_blocks, noisy, c, p).values()) for c in clean)
+    return passes + interface_copies(config, noisy, p), blocks

@@ -1,0 +1,1 @@
+"""Where the network and the diffusion mathematics meet: data, objective, inner loop, checkpoints, composition, evaluation."""

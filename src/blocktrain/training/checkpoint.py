@@ -1,0 +1,221 @@
+"""A run folder and its checkpoints: written whole or not at all, verified when read.
+
+RUN/run.toml                         the configuration
+RUN/corpus.json                      which text, by digest
+RUN/metrics.jsonl                    one line every `train.log_every` steps
+RUN/checkpoints/step-00000600/       interface.safetensors, block-000.safetensors, ..., training.safetensors, progress.json
+RUN/reference/                       the end-to-end Transformer of the same shape, a run folder of its own
+
+The block and interface files hold the weights that are evaluated and served (the moving average where there is one). `training.safetensors`
+holds what only the inner loop needs: moments, raw weights under a moving average, statistics. A checkpoint is made in a
+scratch folder, flushed, and renamed, so a kill at any moment leaves the one before. Two are kept: if the newest does not match its digests, the one
+before is used, and said so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from blocktrain.config import RunConfig, load_config
+from blocktrain.diffusion.noise import Partition, make_partition
+from blocktrain.errors import CheckpointError
+from blocktrain.model.transformer import BlockStack
+from blocktrain.serialization import load_tensors, save_tensors, sync_folder, tensor_digest, write_bytes
+
+KEPT = 2
+
+
+class Progress(BaseModel):
+    """progress.json: where a run stands."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    updates: int  # optimizer steps done, over all phases
+    phase: int  # index of the block in training where blocks are trained one after another, else 0
+    step: int  # optimizer steps done in this phase
+    finished: bool
+    bytes_seen: int  # training bytes that each block was trained on so far (the most advanced block)
+    training_flops: float
+    seconds: float  # spent in training steps, over all sessions
+    fitted: list[float] | None  # boundaries of an `information` partition
+    config: str  # the RunConfig as JSON
+    config_digest: str
+    train_digest: str
+    heldout_digest: str
+    files: dict[str, str]  # name -> sha256
+
+
+def block_file(block: int) -> str:
+    return f"block-{block:03d}.safetensors"
+
+
+def save_checkpoint(run: Path, progress: Progress, parts: dict[str, dict[str, Tensor]], kept: Iterable[str] = ()) -> Path:
+    """Write a checkpoint of `parts` (file name -> tensors); `kept` files are carried over from the newest one unchanged.
+
+    Raises CheckpointError if the disk is full or refuses; the checkpoint before is then untouched.
+    """
+    folder = run / "checkpoints"
+    target = folder / f"step-{progress.updates:08d}"
+    scratch = folder / f".step-{progress.updates:08d}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".step-*.tmp"):
+            shutil.rmtree(stale, ignore_errors=True)
+        scratch.mkdir()
+        before = _names(folder)
+        for name in kept:
+            _carry(before[-1] / name, scratch / name)
+        for name, tensors in parts.items():
+            save_tensors(scratch / name, tensors)
+        files = {path.name: _sha256(path) for path in sorted(scratch.iterdir())}
+        write_bytes(scratch / "progress.json", progress.model_copy(update={"files": files}).model_dump_json(indent=1).encode())
+        sync_folder(scratch)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(scratch, target)
+        sync_folder(folder)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(f"{target}: cannot be written ({error.strerror}); the checkpoint before is intact, run again when cured") from None
+    for old in _names(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _carry(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _names(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files match their digests."""
+
+    folder: Path
+    progress: Progress
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return load_tensors(self.folder / name)
+
+
+def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest intact checkpoint, or None where there is none yet; raises CheckpointError where all are damaged."""
+    problem = ""
+    for folder in reversed(_names(run / "checkpoints")):
+        try:
+            checkpoint = Checkpoint(folder, _read_progress(folder / "progress.json"))
+            _verify(checkpoint)
+        except CheckpointError as error:
+            problem = str(error)
+            warn(f"{problem}; looking for an older checkpoint")
+            continue
+        return checkpoint
+    if problem:
+        raise CheckpointError(f"{problem}; no intact checkpoint is left in {run / 'checkpoints'}")
+    return None
+
+
+def discard_newer(run: Path, checkpoint: Checkpoint) -> None:
+    """Remove damaged checkpoints newer than the one a run goes on from."""
+    for folder in _names(run / "checkpoints"):
+        if folder.name > checkpoint.folder.name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        return Progress.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise CheckpointError(f"{path}: cannot be read ({first})") from None
+
+
+def _verify(checkpoint: Checkpoint) -> None:
+    for name, digest in checkpoint.progress.files.items():
+        path = checkpoint.folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        if _sha256(path) != digest:
+            raise CheckpointError(f"{path}: damaged, its sha256 is not the one in progress.json")
+
+
+def load_module(module_name: str, module: object, tensors: dict[str, Tensor]) -> None:
+    """Load weights by name; raises CheckpointError naming the first tensor that is missing, extra or of another shape."""
+    state = module.state_dict()  # type: ignore[attr-defined]
+    for name in sorted(state.keys() | tensors.keys()):
+        if name not in tensors or name not in state:
+            raise CheckpointError(f"{module_name}: tensor {name} is {'missing' if name not in tensors else 'not part of this model'}")
+        if state[name].shape != tensors[name].shape:
+            raise CheckpointError(f"{module_name}: tensor {name} has shape {tuple(tensors[name].shape)}, expected {tuple(state[name].shape)}")
+    module.load_state_dict(tensors)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run as it is evaluated and served."""
+
+    folder: Path
+    config: RunConfig
+    progress: Progress
+    stack: BlockStack
+    partition: Partition
+
+    @property
+    def model_digest(self) -> str:
+        return tensor_digest(dict(self.stack.state_dict()))
+
+
+def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | None = None) -> LoadedRun:
+    """Read a run folder's configuration and the served weights of `blocks` (default: all) from its newest checkpoint."""
+    if not (run / "run.toml").is_file():
+        raise CheckpointError(f"{run}: not a run folder (no run.toml); make one with `blocktrain train {run}`")
+    checkpoint = latest_checkpoint(run, warn)
+    if checkpoint is None:
+        raise CheckpointError(f"{run}: has no checkpoint yet; train it with `blocktrain train {run}`")
+    config = RunConfig.model_validate_json(checkpoint.progress.config)
+    held = list(range(config.model.blocks) if blocks is None else blocks)
+    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
+    load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
+    for b in held:
+        if block_file(b) not in checkpoint.progress.files:
+            raise CheckpointError(f"{run}: block {b} has not been trained yet; go on with `blocktrain train {run}`")
+        load_module(block_file(b), stack.block(b), checkpoint.tensors(block_file(b)))
+    partition = make_partition(config.noise, config.model.blocks, checkpoint.progress.fitted)
+    return LoadedRun(run, config, checkpoint.progress, stack.eval().requires_grad_(False), partition)
+
+
+def settings_changed(before: RunConfig, now: RunConfig) -> list[str]:
+    """`section.field: old -> new` for every setting that differs."""
+    old, new = before.model_dump(), now.model_dump()
+    changes = []
+    for section in new:
+        if not isinstance(new[section], dict):
+            changes += [f"{section}: {old[section]} -> {new[section]}"] if old[section] != new[section] else []
+            continue
+        changes += [f"{section}.{k}: {old[section][k]} -> {v}" for k, v in new[section].items() if old[section][k] != v]
+    return changes
+
+
+def run_config(run: Path) -> RunConfig:
+    """The configuration in a run folder's run.toml."""
+    return load_config(run / "run.toml")

@@ -1,0 +1,127 @@
+"""One block's step, and the blocks composed into a sweep.
+
+N batch, T positions, E target-embedding width, V vocabulary.
+
+`block_step` is the only place where a block meets the noise level: training, evaluation, generation and serving all go through it, so they cannot
+disagree about preconditioning or about which embedding (always the normalised one) is used. `Composer` runs the blocks in falling sigma.
+
+A sweep may not see the target: nothing here takes y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blocktrain.config import RunConfig
+from blocktrain.diffusion.edm import c_in, c_noise, c_out, c_skip
+from blocktrain.diffusion.noise import Partition
+from blocktrain.diffusion.sampling import euler_step, evidence, expected_embedding
+from blocktrain.model.transformer import BlockCache, BlockStack
+from blocktrain.seeding import generator
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a block says at one noise level."""
+
+    state: Tensor  # (N, T, D), handed to the next block
+    logits: Tensor  # (N, T, V) float32, posterior given context and z
+    denoised: Tensor | None  # (N, T, E) float32, the estimate of the target embedding; None where no z takes part
+
+
+def enter(stack: BlockStack, x: Tensor, upstream: Tensor | None) -> Tensor:
+    """The clean input of a block: the context's token embeddings, or the state the block before it handed on. -> (N, T, D)."""
+    return stack.interface.tokens(x) if upstream is None else upstream
+
+
+def span_state(
+    stack: BlockStack, config: RunConfig, block: int, state: Tensor, z: Tensor | None, sigma: Tensor | None, caches: BlockCache | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Run one block's layers: state (N, T, D), z (N, T, E) at sigma (N,) -> the state it hands on, and its noise-level embedding (N, 1, C)."""
+    if z is None or sigma is None:
+        return stack.block(block)(state, None, caches), None
+    column = sigma.view(-1, 1, 1)
+    noise = stack.interface.noise(c_noise(sigma))[:, None, :]
+    state = state + stack.interface.enter(c_in(column, config.noise.sigma_data) * z)
+    return stack.block(block)(state, noise, caches), noise
+
+
+def read_out(
+    stack: BlockStack,
+    config: RunConfig,
+    block: int,
+    state: Tensor,
+    noise: Tensor | None,
+    z: Tensor | None,
+    sigma: Tensor | None,
+    caches: BlockCache | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Logits (N, T, V) and, for embedding_mse, the denoised embedding (N, T, E) of a block whose state is known."""
+    features = stack.block(block).features(state, noise, caches)
+    if config.objective.loss == "cross_entropy":
+        return stack.interface.head(features).float(), None
+    assert z is not None and sigma is not None, "embedding_mse is refused without the noisy target"
+    column, data = sigma.view(-1, 1, 1), config.noise.sigma_data
+    denoised = c_skip(column, data) * z + c_out(column, data) * stack.interface.denoised(features).float()
+    # Sharpness is the one number that turns an embedding into logits; it must not reach back into the embedding.
+    logits = denoised.detach() @ stack.interface.target_embeddings().detach().T * stack.interface.log_sharpness.exp()
+    return logits, denoised
+
+
+class Composer:
+    """The blocks of a stack composed on the run's noise schedule."""
+
+    def __init__(self, stack: BlockStack, config: RunConfig, partition: Partition) -> None:
+        self.stack = stack
+        self.config = config
+        self.partition = partition
+
+    @property
+    def readable(self) -> list[int]:
+        """Blocks whose logits were trained: each independent block, or the last block of each span."""
+        return list(range(self.config.objective.span - 1, self.config.model.blocks))
+
+    def start(self, shape: tuple[int, int], seed: int, draw: int = 0, first: int = 0, position: int = 0) -> Tensor | None:
+        """The state (N, T, E) a sweep starts from at block `first`: None where no z takes part, zeros, or noise.
+
+        The noise of a slot is a function of (seed, draw, position) alone, so generating byte by byte and scoring a whole text agree.
+        """
+        objective, (n, t), e = self.config.objective, shape, self.config.model.embed_dim
+        device = self.stack.interface.targets.weight.device
+        if not objective.noisy:
+            return None
+        if objective.start == "zero":
+            return torch.zeros(n, t, e, device=device)
+        rows = [torch.randn(n, e, generator=generator(seed, "start", draw, position + i)) for i in range(t)]
+        return torch.stack(rows, dim=1).to(device) * self.partition.boundaries[first]
+
+    def step(self, block: int, x: Tensor, upstream: Tensor | None, z: Tensor | None, caches: BlockCache | None = None) -> BlockOutput:
+        """One block at its upper boundary of sigma: x (N, T), upstream (N, T, D) or None, z (N, T, E) or None."""
+        sigma = None if z is None else torch.full((x.size(0),), self.partition.boundaries[block], device=x.device)
+        state, noise = span_state(self.stack, self.config, block, enter(self.stack, x, upstream), z, sigma, caches)
+        logits, denoised = read_out(self.stack, self.config, block, state, noise, z, sigma, caches)
+        if z is not None and denoised is None:
+            denoised = expected_embedding(logits, self.stack.interface.target_embeddings())
+        return BlockOutput(state, logits, denoised)
+
+    def sweep(
+        self, x: Tensor, z: Tensor | None, caches: dict[int, BlockCache] | None = None, only: int | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the scored logits (N, T, V) after every block, highest sigma first. `only` runs that block alone, from its own start."""
+        state: Tensor | None = None
+        upstream = self.config.objective.input == "upstream"
+        for b in range(self.config.model.blocks) if only is None else (only,):
+            output = self.step(b, x, state if upstream else None, z, caches[b] if caches else None)
+            yield self._scored(b, output, z)
+            state = output.state
+            if z is not None and output.denoised is not None:
+                z = euler_step(z, output.denoised, self.partition.boundaries[b], self.partition.boundaries[b + 1])
+
+    def _scored(self, block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
+        if z is None or self.config.objective.readout == "posterior":
+            return output.logits
+        return output.logits - evidence(z, self.stack.interface.target_embeddings(), self.partition.boundaries[block])

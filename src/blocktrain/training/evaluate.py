@@ -1,0 +1,217 @@
+"""The five numbers of a run, never mixed up, and what stands beside them.
+
+1. oracle CE   per block, z made from the true target: a diagnostic of the block, never a model's score
+2. rollout CE  after every block of the sweep, which never sees the target: mean and deviation over noise draws
+3. headline CE the last of them: the deployed path, in nats per byte
+4. composition gain = CE of the best single block alone - headline CE
+5. gap         = headline CE - CE of the end-to-end Transformer of the same layers, tables and bytes (RUN/reference)
+
+A block whose logits nothing trained (inside a span) has no CE; its entry is None. The order-5 n-gram line says what counting alone reaches.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.diffusion.noise import log_bins
+from blocktrain.model.reference import NGramModel
+from blocktrain.model.transformer import MASK_ID, parameter_count
+from blocktrain.seeding import fold, generator
+from blocktrain.training.checkpoint import LoadedRun, load_run
+from blocktrain.training.composition import Composer
+from blocktrain.training.data import Corpus, heldout_windows
+from blocktrain.training.hardware import choose_hardware
+from blocktrain.training.objective import NoiseLevels, SpanObjective, View, draw_noise
+
+BATCH = 16  # held-out sequences scored at once
+
+
+@dataclass(frozen=True)
+class SigmaBin:
+    """Oracle CE of one bin of noise levels, by the block that serves it."""
+
+    low: float
+    high: float
+    block: int
+    ce: float  # nats per byte
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All figures of a run; CE in nats per byte. Keys of to_json() are fixed."""
+
+    headline_ce: float
+    rollout_ce: list[float | None]  # one per block
+    rollout_std: list[float | None]  # deviation over noise draws
+    oracle_ce: list[float | None] | None  # one per block; None where no noisy target takes part
+    sigma_bins: list[SigmaBin]
+    best_single_block_ce: float
+    window_ce: float | None  # rollout CE of the masked positions of a window run
+    reference_ce: float | None
+    ngram_ce: float
+    ngram_bytes: int
+    noise_draws: int
+    windows: int
+    bytes_seen: int
+    training_flops: float
+    reference_flops: float | None
+    parameters: int
+    seed: int
+    config_digest: str
+    model_digest: str
+
+    @property
+    def composition_gain(self) -> float:
+        return self.best_single_block_ce - self.headline_ce
+
+    @property
+    def gap(self) -> float | None:
+        return None if self.reference_ce is None else self.headline_ce - self.reference_ce
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["sigma_bins"] = [vars(b) for b in self.sigma_bins]
+        derived = {
+            "perplexity": math.exp(self.headline_ce),
+            "bits_per_byte": self.headline_ce / math.log(2),
+            "composition_gain": self.composition_gain,
+            "gap": self.gap,
+        }
+        return plain | derived
+
+
+class Evaluator:
+    """Scores a loaded run on held-out windows (N, T + 1) of byte ids."""
+
+    def __init__(self, run: LoadedRun, windows: np.ndarray) -> None:
+        self.run, self.config = run, run.config
+        self.hardware = choose_hardware(run.config.train)
+        self.stack = run.stack.to(self.hardware.device)
+        self.composer = Composer(self.stack, run.config, run.partition)
+        self.windows = torch.from_numpy(windows.astype(np.int64))
+        self.draws = run.config.evaluate.noise_draws if run.config.objective.noisy and run.config.objective.start == "noise" else 1
+
+    def rollout(self, mask_last: int = 0, only: int | None = None) -> list[list[float]]:
+        """CE after every block (or after `only`), for each noise draw: [draw][block]. With `mask_last` only those last positions are scored."""
+        return [self._rollout_once(draw, mask_last, only) for draw in range(self.draws)]
+
+    def _rollout_once(self, draw: int, mask_last: int, only: int | None) -> list[float]:
+        totals: list[float] = []
+        for index, (x, y) in enumerate(self._batches()):
+            if mask_last:
+                x = torch.cat((x[:, :-mask_last], torch.full_like(x[:, -mask_last:], MASK_ID)), dim=1)
+            z = self.composer.start(tuple(x.shape), fold(self.config.seed, "evaluate", index), draw, only or 0)
+            with torch.no_grad(), self.hardware.autocast():
+                sums = [_ce(logits[:, -mask_last:], y[:, -mask_last:]) for logits in self.composer.sweep(x, z, only=only)]
+            totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
+        count = self.windows.size(0) * (mask_last or self.config.model.positions)
+        return [total / count for total in totals]
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for part in self.windows.split(BATCH):
+            ids = part.to(self.hardware.device)
+            yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def oracle(self, block: int, low: float | None = None, high: float | None = None) -> float:
+        """CE of a block whose z is made from the true target, at levels of its training range or of [low, high]."""
+        total = 0.0
+        for index, (x, y) in enumerate(self._batches()):
+            seed = fold(self.config.seed, "oracle", index)
+            levels = draw_noise(self.config, self.run.partition, x.size(0), seed)
+            if low is not None and high is not None:
+                levels = self._fixed_range(levels, block, low, high)
+            objective = SpanObjective(self.stack, self.config, [View(x, y, levels, None, 1.0)])
+            with torch.no_grad(), self.hardware.autocast():
+                total += float(objective.loss((block, block + 1)).ce_per_sample.sum())
+        return total / self.windows.size(0)
+
+    def _fixed_range(self, levels: NoiseLevels, block: int, low: float, high: float) -> NoiseLevels:
+        """The same levels with this block's drawn from [low, high], and those before it at least as noisy."""
+        sigma = levels.sigma.clone()
+        u = (torch.arange(sigma.size(1)) + torch.rand(sigma.size(1), generator=generator(levels.seed, "bin"))) / sigma.size(1)
+        sigma[block] = self.run.partition.density.quantile(u.clamp(max=1 - 1e-7), low, high)
+        if levels.chained:
+            sigma[: block + 1] = sigma[: block + 1].flip(0).cummax(0).values.flip(0)
+        return NoiseLevels(sigma, levels.seed, levels.chained)
+
+    def sigma_bins(self) -> list[SigmaBin]:
+        """Oracle CE over evenly spaced bins of ln(sigma), each read from the block whose range holds its middle."""
+        edges = log_bins(self.config.noise, self.config.evaluate.sigma_bins)
+        bins = []
+        for low, high in zip(edges, edges[1:], strict=False):
+            middle = math.sqrt(low * high)
+            block = next(b for b in range(self.config.model.blocks) if middle >= self.run.partition.boundaries[b + 1])
+            if block in self.composer.readable:
+                bins.append(SigmaBin(low, high, block, self.oracle(block, low, high)))
+        return bins
+
+    def best_single_block(self, rollout: list[float | None]) -> float:
+        """Independent blocks: the best of each alone from its own start. Chained blocks: the shortest prefix that has a read-out."""
+        if self.config.objective.input == "upstream":
+            first = rollout[self.composer.readable[0]]
+            assert first is not None
+            return first
+        alone = [statistics.fmean(run[0] for run in self.rollout(only=b)) for b in range(self.config.model.blocks)]
+        return min(alone)
+
+
+def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Evaluation:
+    """All figures of a run on its corpus's held-out text; reads RUN/reference where it is trained."""
+    windows = heldout_windows(corpus.heldout, run.config.model.positions, run.config.evaluate.windows)
+    evaluator = Evaluator(run, windows)
+    readable, blocks = evaluator.composer.readable, range(run.config.model.blocks)
+    draws = evaluator.rollout()
+    mean = [statistics.fmean(d[b] for d in draws) if b in readable else None for b in blocks]
+    spread = [statistics.stdev(d[b] for d in draws) if b in readable and len(draws) > 1 else (0.0 if b in readable else None) for b in blocks]
+    headline = mean[-1]
+    assert headline is not None, "the last block always has a read-out"
+    noisy, window = run.config.objective.noisy, run.config.objective.window
+    reference = _reference(run.folder / "reference", windows, warn)
+    ngram = NGramModel.fit(corpus.train)
+    return Evaluation(
+        headline_ce=headline,
+        rollout_ce=mean,
+        rollout_std=spread,
+        oracle_ce=[evaluator.oracle(b) if b in readable else None for b in blocks] if noisy else None,
+        sigma_bins=evaluator.sigma_bins() if noisy else [],
+        best_single_block_ce=evaluator.best_single_block(mean),
+        window_ce=statistics.fmean(d[-1] for d in evaluator.rollout(mask_last=window)) if window else None,
+        reference_ce=reference[0] if reference else None,
+        ngram_ce=ngram.cross_entropy(windows),
+        ngram_bytes=ngram.train_bytes,
+        noise_draws=evaluator.draws,
+        windows=len(windows),
+        bytes_seen=run.progress.bytes_seen,
+        training_flops=run.progress.training_flops,
+        reference_flops=reference[1] if reference else None,
+        parameters=parameter_count(run.stack),
+        seed=run.config.seed,
+        config_digest=run.progress.config_digest,
+        model_digest=run.model_digest,
+    )
+
+
+def _reference(folder: Path, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[float, float] | None:
+    """(CE, training FLOPs) of the end-to-end Transformer on the same windows, where it is fully trained."""
+    if not (folder / "run.toml").is_file():
+        return None
+    run = load_run(folder, warn)
+    if not run.progress.finished:
+        warn(f"{folder}: stopped at step {run.progress.step}, so there is no gap yet; finish it with `blocktrain train {folder.parent} --reference`")
+        return None
+    return Evaluator(run, windows).rollout()[0][-1], run.progress.training_flops
+
+
+def _ce(logits: Tensor, y: Tensor) -> float:
+    """Summed cross entropy in nats of (N, T, V) logits and (N, T) targets."""
+    return float(F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum"))

@@ -1,0 +1,177 @@
+"""The local objective: what one span of blocks learns from one batch.
+
+N batch, T positions, E target-embedding width, V vocabulary.
+
+A span is trained through the read-out of its last block; everything before it is a detached state. Two views of a batch may carry loss:
+
+  noisy   z = e_y + sigma * eps enters every block; cross entropy (or embedding MSE) times the EDM weight of each sample's sigma
+  clean   the target information is absent (z = 0, or no z at all where `denoise_weight` is 0); plain cross entropy: the `anchor`
+
+Where blocks are chained (`input = upstream`) the states z of one sample at different blocks are coupled as a forward diffusion: a higher level is the lower
+one plus fresh noise. Sharing one eps would let two blocks' states be solved for the target; independent draws would give a block more evidence than a
+sweep ever has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.config import RunConfig
+from blocktrain.diffusion.edm import edm_weight
+from blocktrain.diffusion.noise import SIGMA_FLOOR, Partition
+from blocktrain.model.transformer import MASK_ID, BlockStack
+from blocktrain.seeding import generator
+from blocktrain.training.composition import enter, read_out, span_state
+
+Span = tuple[int, int]  # first block, one past the last block
+
+
+def spans_of(blocks: int, width: int) -> list[Span]:
+    """Every run of `width` consecutive blocks; none is shorter."""
+    return [(first, first + width) for first in range(blocks - width + 1)]
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """The noise of one batch at every block: sigma (B, N) and the standard-normal draws that make z."""
+
+    sigma: Tensor  # (B, N), falling along B where blocks are chained
+    seed: int
+    chained: bool
+
+    def state(self, block: int, target: Tensor) -> Tensor:
+        """z of a block for target embeddings (N, T, E): e_y + sum of the noise of this block and, where chained, of all below it."""
+        z, above = target, torch.zeros_like(self.sigma[0])
+        for b in range(self.sigma.size(0) - 1, block - 1, -1) if self.chained else (block,):
+            scale = (self.sigma[b] ** 2 - above**2).clamp(min=0).sqrt().view(-1, 1, 1).to(target.device)
+            eps = torch.randn(target.shape, generator=generator(self.seed, "eps", b)).to(target.device)
+            z, above = z + scale * eps, self.sigma[b]
+        return z
+
+
+def draw_noise(config: RunConfig, partition: Partition, count: int, seed: int) -> NoiseLevels:
+    """Noise levels of `count` samples for every block; a pure function of the seed."""
+    sigma = torch.stack([partition.draw(b, count, generator(seed, "sigma", b)) for b in range(partition.blocks)])
+    chained = config.objective.input == "upstream"
+    if chained:  # ranges overlap: a block above may not be less noisy than the one below it
+        sigma = sigma.flip(0).cummax(0).values.flip(0)
+    return NoiseLevels(sigma, seed, chained)
+
+
+@dataclass(frozen=True)
+class View:
+    """One reading of a batch: context ids, and the noise that carries the target."""
+
+    x: Tensor  # (N, T) context ids, some masked in the noisy view of a window run
+    y: Tensor  # (N, T) target ids
+    levels: NoiseLevels | None
+    clean_sigma: tuple[float, ...] | None  # sigma at which a block reads z = 0; None where no z takes part
+    weight: float  # of this view's loss
+
+
+@dataclass
+class SpanLoss:
+    """Loss of one span on one batch. `loss` is what is back-propagated; the rest are figures, never mixed up with it."""
+
+    loss: Tensor  # scalar: weighted, with the anchor
+    ce: Tensor  # scalar: plain cross entropy in nats per byte, of the noisy view where there is one
+    anchor_ce: Tensor | None  # scalar: cross entropy of the clean view beside it
+    sigma: Tensor | None  # (N,) noise levels of the last block
+    ce_per_sample: Tensor  # (N,) plain cross entropy of each sample
+
+
+def make_views(config: RunConfig, partition: Partition, x: Tensor, y: Tensor, seed: int) -> list[View]:
+    """The views of a batch that carry loss, the one that is reported first."""
+    objective = config.objective
+    views = []
+    if objective.noisy:
+        levels = draw_noise(config, partition, x.size(0), seed)
+        views.append(View(_mask_window(config, x, seed), y, levels, None, objective.denoise_weight))
+    if objective.anchor_weight:
+        sigma = partition.boundaries[:-1] if objective.noisy else None
+        views.append(View(x, y, None, sigma, objective.anchor_weight))
+    return views
+
+
+def _mask_window(config: RunConfig, x: Tensor, seed: int) -> Tensor:
+    """Hide the context of the last W positions of a share of the sequences."""
+    objective = config.objective
+    if not objective.window:
+        return x
+    chosen = torch.rand(x.size(0), generator=generator(seed, "window")) < objective.window_share
+    hidden = torch.zeros(x.shape, dtype=torch.bool)
+    hidden[chosen, -objective.window :] = True
+    return x.masked_fill(hidden.to(x.device), MASK_ID)
+
+
+class SpanObjective:
+    """The loss of spans on one batch, span after span, each from the detached state the one before left.
+
+    Spans are asked for in rising order; the state in front of a span is computed once, without gradient where no earlier span has
+    already passed there.
+    """
+
+    def __init__(self, stack: BlockStack, config: RunConfig, views: list[View]) -> None:
+        self.stack = stack
+        self.config = config
+        self.views = views
+        self._front: list[tuple[int, Tensor | None]] = [(0, None) for _ in self.views]  # per view: block, state in front of it
+
+    def loss(self, span: Span) -> SpanLoss:
+        """Loss of blocks span[0] .. span[1] - 1, with gradient through all of them and the interface, and none before."""
+        results = [self._view_loss(i, view, span) for i, view in enumerate(self.views)]
+        total = torch.stack([view.weight * loss for view, (loss, _, _) in zip(self.views, results, strict=True)]).sum()
+        _, ce, sigma = results[0]
+        anchor = results[1][1].mean().detach() if len(results) > 1 else None
+        return SpanLoss(total, ce.mean().detach(), anchor, sigma, ce.detach())
+
+    def _view_loss(self, index: int, view: View, span: Span) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(loss, cross entropy per sample (N,), sigma (N,)) of one view."""
+        state = self._state_before(index, view, span[0])
+        for b in range(*span):
+            z, sigma = self._noisy_state(view, b)
+            state, noise = span_state(self.stack, self.config, b, enter(self.stack, view.x, state), z, sigma)
+            if b == span[0] and self.config.objective.input == "upstream":
+                self._front[index] = (b + 1, state.detach())
+        logits, denoised = read_out(self.stack, self.config, span[1] - 1, state, noise, z, sigma)
+        ce = F.cross_entropy(logits.flatten(0, 1), view.y.flatten(), reduction="none").view(view.y.shape).mean(1)  # (N,)
+        if view.levels is None or sigma is None:
+            return ce.mean(), ce, None
+        per_sample = ce
+        if denoised is not None:
+            target = self.stack.interface.target_embeddings().detach()[view.y]
+            # Cross entropy only tunes the sharpness here: the embedding it is computed from is detached.
+            per_sample = (denoised - target).square().sum(-1).mean(1)
+        weight = edm_weight(sigma, self.config.noise.sigma_data) if self.config.objective.weighting == "edm" else torch.ones_like(sigma)
+        loss = (weight * per_sample).mean()
+        return (loss + ce.mean() if denoised is not None else loss), ce, sigma
+
+    def _state_before(self, index: int, view: View, block: int) -> Tensor | None:
+        """The detached state in front of a block (None: the token embeddings), run forward without gradient as far as needed."""
+        if self.config.objective.input == "independent":
+            return None
+        at, state = self._front[index]
+        assert at <= block, "spans are asked for in rising order"
+        with torch.no_grad():
+            for b in range(at, block):
+                z, sigma = self._noisy_state(view, b)
+                state, _ = span_state(self.stack, self.config, b, enter(self.stack, view.x, state), z, sigma)
+        self._front[index] = (block, state)
+        return state
+
+    def _noisy_state(self, view: View, block: int) -> tuple[Tensor | None, Tensor | None]:
+        """(z (N, T, E), sigma (N,)) that a block reads in this view."""
+        n, device = view.y.size(0), view.y.device
+        if view.levels is not None:
+            target = self.stack.interface.target_embeddings()[view.y]
+            if self.config.objective.loss == "embedding_mse":  # a learnt target would collapse onto one point
+                target = target.detach()
+            return view.levels.state(block, target), view.levels.sigma[block].to(device)
+        if view.clean_sigma is None:
+            return None, None
+        sigma = max(view.clean_sigma[block], SIGMA_FLOOR)
+        return torch.zeros(*view.y.shape, self.config.model.embed_dim, device=device), torch.full((n,), sigma, device=device)

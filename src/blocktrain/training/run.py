@@ -1,0 +1,301 @@
+"""Train a run folder from wherever it stands to its last step.
+
+The plan is a list of phases: one that trains every span at each step (`interleaved`), or one per block (`sequential`), which holds only that block's weights,
+gradients, moments and activations, plus the frozen weights before it where blocks are chained. In the sequential order the interface is trained with
+the first block and frozen afterwards: trained on by later blocks it would drift away under the blocks that are already done.
+
+Everything random is a function of (seed, step), so a run that was stopped anywhere and started again ends in the weights of the unbroken run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blocktrain.config import RunConfig, to_toml
+from blocktrain.diffusion.noise import Partition, information_boundaries, make_partition
+from blocktrain.errors import CheckpointError
+from blocktrain.model.transformer import BlockStack
+from blocktrain.serialization import write_bytes
+from blocktrain.training.checkpoint import (
+    Checkpoint,
+    Progress,
+    block_file,
+    discard_newer,
+    latest_checkpoint,
+    load_module,
+    save_checkpoint,
+    settings_changed,
+)
+from blocktrain.training.data import Batches, Corpus
+from blocktrain.training.hardware import Hardware, choose_hardware
+from blocktrain.training.objective import Span, spans_of
+from blocktrain.training.optim import optimizer_tensors, restore_optimizers
+from blocktrain.training.trainer import BlockTrainer, StepFigures, step_flops
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Blocks that are trained together, and the frozen ones they need."""
+
+    spans: tuple[Span, ...]
+    held: tuple[int, ...]  # every block in memory
+    train_interface: bool
+
+    @property
+    def trained(self) -> list[int]:
+        return sorted({b for span in self.spans for b in range(*span)})
+
+
+def plan(config: RunConfig) -> list[Phase]:
+    """The phases of a run, in order."""
+    blocks = config.model.blocks
+    if config.train.order == "interleaved":
+        return [Phase(tuple(spans_of(blocks, config.objective.span)), tuple(range(blocks)), True)]
+    before = config.objective.input == "upstream"
+    return [Phase(((b, b + 1),), tuple(range(b + 1)) if before else (b,), b == 0) for b in range(blocks)]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a caller is told after each step."""
+
+    updates: int
+    total_updates: int
+    phase: Phase
+    figures: StepFigures
+    bytes_seen: int
+    seconds: float
+    tokens_per_s: float
+
+
+class TrainingRun:
+    """A run folder being trained. `report` is called after each step, `say` with sentences, `stopped` asked before each step."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        corpus: Corpus,
+        *,
+        report: Callable[[StepReport], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.folder, self.config, self.corpus = folder, config, corpus
+        self.report, self.say, self.stopped = report, say, stopped
+        self.hardware: Hardware = choose_hardware(config.train)
+        self.phases = plan(config)
+        self.batches = Batches(corpus.train, config.train.batch_size, config.model.positions, config.seed)
+        self.fitted: list[float] | None = None
+        self.seconds = 0.0
+
+    def train(self) -> bool:
+        """Train to the end; returns False if `stopped` ended it early (a checkpoint was then written)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.folder / "run.toml", to_toml(self.config).encode())
+        checkpoint = self._resume()
+        if checkpoint is None:
+            _truncate_metrics(self.folder / "metrics.jsonl", 0)
+        elif checkpoint.progress.finished and self._target() == checkpoint.progress.updates:
+            return True
+        first = checkpoint.progress.phase if checkpoint else 0
+        for index in range(first, len(self.phases)):
+            if not self._train_phase(index, checkpoint if index == first else latest_checkpoint(self.folder, self.say)):
+                return False
+        return True
+
+    def _target(self) -> int:
+        return len(self.phases) * self.config.train.steps
+
+    def _resume(self) -> Checkpoint | None:
+        """The checkpoint to go on from, after checking that it belongs to this text and shape."""
+        checkpoint = latest_checkpoint(self.folder, self.say)
+        if checkpoint is None:
+            return None
+        progress = checkpoint.progress
+        before = RunConfig.model_validate_json(progress.config)
+        changes = settings_changed(before, self.config)
+        fixed = [c for c in changes if c.startswith(("model.", "seed", "train.order", "objective.private_layers", "train.optimizer"))]
+        if fixed:
+            raise CheckpointError(f"{self.folder}: cannot go on from step {progress.updates} with {fixed[0]}; use a new run folder for it")
+        if (progress.train_digest, progress.heldout_digest) != (self.corpus.train_digest, self.corpus.heldout_digest):
+            raise CheckpointError(f"{self.folder}: the text of data.corpus = {self.config.data.corpus!r} is not the one this run was trained on")
+        if progress.updates > self._target():
+            raise CheckpointError(f"{self.folder}: has {progress.updates} updates already, train.steps = {self.config.train.steps} is fewer")
+        for change in changes:
+            self.say(f"since step {progress.updates}: {change}")
+        discard_newer(self.folder, checkpoint)
+        self.fitted, self.seconds = progress.fitted, progress.seconds
+        _truncate_metrics(self.folder / "metrics.jsonl", progress.updates)
+        return checkpoint
+
+    def _train_phase(self, index: int, checkpoint: Checkpoint | None) -> bool:
+        phase, steps = self.phases[index], self.config.train.steps
+        stack = self._make_stack(phase, checkpoint)
+        trainer = BlockTrainer(stack, self.config, self._partition(), phase.spans, self.hardware, train_interface=phase.train_interface)
+        average = _Average(stack, self.config.train.ema)
+        start = 0
+        if checkpoint and checkpoint.progress.phase == index:
+            start = checkpoint.progress.step
+            self._restore(checkpoint, trainer, average)
+        for step in range(start, steps):
+            if self.stopped():
+                self._save(index, step, trainer, average)
+                return False
+            began = time.monotonic()
+            figures = trainer.step(torch.from_numpy(self.batches.batch(step)), step)
+            average.update()
+            self._fit_partition(trainer, step + 1)
+            took = time.monotonic() - began
+            self.seconds += took
+            self._tell(index, step + 1, figures, took)
+            if (step + 1) % self.config.train.checkpoint_every == 0 and step + 1 < steps:
+                self._save(index, step + 1, trainer, average)
+        self._save(index, steps, trainer, average)
+        return True
+
+    def _partition(self) -> Partition:
+        return make_partition(self.config.noise, self.config.model.blocks, self.fitted)
+
+    def _fit_partition(self, trainer: BlockTrainer, done: int) -> None:
+        """Cut sigma by equal falls of cross entropy, once, from what training logged so far."""
+        noise = self.config.noise
+        if noise.partition != "information" or self.fitted or done != max(1, round(noise.information_fit_at * self.config.train.steps)):
+            return
+        seen = [i for i, count in enumerate(trainer.bin_count.tolist()) if count]
+        edges = [trainer.bin_edges[i] for i in seen] + [trainer.bin_edges[seen[-1] + 1]]
+        ce = [float(trainer.bin_sum[i] / trainer.bin_count[i]) for i in seen]
+        self.fitted = information_boundaries(edges, ce, noise, self.config.model.blocks)
+        trainer.partition = self._partition()
+        self.say(f"step {done}: noise.partition fitted to {[round(cut, 3) for cut in self.fitted]}")
+
+    def _make_stack(self, phase: Phase, checkpoint: Checkpoint | None) -> BlockStack:
+        """A fresh stack, with every block and interface that an earlier phase has finished."""
+        config = self.config
+        stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=phase.held)
+        if checkpoint:
+            if not phase.train_interface:
+                load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
+            for b in set(phase.held) - set(phase.trained):
+                load_module(block_file(b), stack.block(b), checkpoint.tensors(block_file(b)))
+        return stack.to(self.hardware.device)
+
+    def _restore(self, checkpoint: Checkpoint, trainer: BlockTrainer, average: _Average) -> None:
+        """Weights, moments, moving average and statistics of a phase that was under way."""
+        extra = checkpoint.tensors("training.safetensors")
+        served = {f"blocks.{b}.": checkpoint.tensors(block_file(b)) for b in self.phases[checkpoint.progress.phase].trained}
+        if trainer.train_interface:
+            served["interface."] = checkpoint.tensors("interface.safetensors")
+        weights = {prefix + name: tensor for prefix, part in served.items() for name, tensor in part.items()}
+        raw = _take(extra, "raw.")
+        for name, tensor in trainer.stack.state_dict().items():
+            if name in weights:
+                tensor.copy_(raw.get(name, weights[name]))
+        average.restore(weights)
+        restore_optimizers(trainer.stack, trainer.optimizers, _take(extra, "optimizer."))
+        trainer.bin_sum, trainer.bin_count = extra["statistics.bin_sum"], extra["statistics.bin_count"]
+
+    def _save(self, index: int, step: int, trainer: BlockTrainer, average: _Average) -> None:
+        phase, stack = self.phases[index], trainer.stack
+        served = average.state()
+        parts = {block_file(b): _take(served, f"blocks.{b}.") for b in phase.trained}
+        if phase.train_interface:
+            parts["interface.safetensors"] = _take(served, "interface.")
+        extra = {f"optimizer.{k}": v for k, v in optimizer_tensors(stack, trainer.optimizers).items()}
+        if average.decay:
+            extra |= {f"raw.{k}": v for k, v in stack.state_dict().items()}
+        extra |= {"statistics.bin_sum": trainer.bin_sum, "statistics.bin_count": trainer.bin_count}
+        parts["training.safetensors"] = extra
+        done = {block_file(b) for earlier in self.phases[:index] for b in earlier.trained}
+        kept = sorted(done | (set() if phase.train_interface else {"interface.safetensors"}))
+        save_checkpoint(self.folder, self._progress(index, step), parts, kept)
+
+    def _progress(self, index: int, step: int) -> Progress:
+        steps, tokens = self.config.train.steps, self.config.tokens_per_step
+        flops = sum(step_flops(self.config, phase.spans, tokens) * steps for phase in self.phases[:index])
+        return Progress(
+            updates=index * steps + step,
+            phase=index,
+            step=step,
+            finished=index == len(self.phases) - 1 and step == steps,
+            bytes_seen=(steps if index else step) * tokens,
+            training_flops=float(flops + step_flops(self.config, self.phases[index].spans, tokens) * step),
+            seconds=self.seconds,
+            fitted=self.fitted,
+            config=self.config.model_dump_json(),
+            config_digest=self.config.digest,
+            train_digest=self.corpus.train_digest,
+            heldout_digest=self.corpus.heldout_digest,
+            files={},
+        )
+
+    def _tell(self, index: int, step: int, figures: StepFigures, took: float) -> None:
+        progress = self._progress(index, step)
+        rate = self.config.tokens_per_step / took
+        self.report(StepReport(progress.updates, self._target(), self.phases[index], figures, progress.bytes_seen, self.seconds, rate))
+        if step % self.config.train.log_every and step != self.config.train.steps:
+            return
+        line = {
+            "updates": progress.updates,
+            "blocks": [list(span) for span in self.phases[index].spans],
+            "bytes_seen": progress.bytes_seen,
+            "training_flops": progress.training_flops,
+            "loss": figures.loss,
+            "ce": figures.ce,
+            "anchor_ce": figures.anchor_ce,
+            "grad_norm": figures.grad_norm,
+            "rate": figures.rate,
+            "tokens_per_s": rate,
+        }
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class _Average:
+    """The exponential moving average of a stack's parameters; with decay 0 it is the stack itself."""
+
+    def __init__(self, stack: BlockStack, decay: float) -> None:
+        self.stack, self.decay = stack, decay
+        self.shadow = {name: p.detach().clone() for name, p in stack.named_parameters()} if decay else {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self.decay:
+            current = [p for _, p in self.stack.named_parameters()]
+            torch._foreach_lerp_(list(self.shadow.values()), current, 1 - self.decay)
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.shadow) if self.decay else dict(self.stack.state_dict())
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        for name, tensor in self.shadow.items():
+            if name in weights:
+                tensor.copy_(weights[name])
+
+
+def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _truncate_metrics(path: Path, updates: int) -> None:
+    """Drop lines that belong to steps after the checkpoint: they will be taken again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["updates"] <= updates:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue  # half a line, cut by a kill
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(line + "\n" for line in kept))
+    os.replace(scratch, path)
