@@ -36,8 +36,12 @@ class Precision:
 
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(4, 4, 4, 4, 4, False, "everything float32"),
-    "mixed": Precision(4, 4, 4, 4, 2, True, "bfloat16 autocast over float32 weights, gradients and moments, as train.precision = bfloat16 does"),
-    "bfloat16": Precision(2, 2, 4, 2, 2, False, "bfloat16 weights, gradients and activations, float32 moments; the trainer does not do this"),
+    "mixed": Precision(
+        4, 4, 4, 4, 2, True, "bfloat16 autocast over float32 weights, gradients and moments, as train.precision = bfloat16 does"
+    ),
+    "bfloat16": Precision(
+        2, 2, 4, 2, 2, False, "bfloat16 weights, gradients and activations, float32 moments; the trainer does not do this"
+    ),
     "float16": Precision(2, 2, 4, 2, 2, False, "float16 weights, gradients and activations, float32 moments; the trainer does not do this"),
 }
 
@@ -77,7 +81,10 @@ def layer_copies(model: ModelConfig, noisy: bool, p: Precision) -> int:
 def readout_activations(model: ModelConfig, batch: int, p: Precision) -> dict[str, int]:
     """Bytes saved by rms_norm(x) * out_gain in front of the head, in one pass."""
     rows = batch * model.positions
-    return {"read-out: stream": rows * model.width * p.stream, "read-out: normalised stream": rows * model.width * p.stream + rows * FLOAT32}
+    return {
+        "read-out: stream": rows * model.width * p.stream,
+        "read-out: normalised stream": rows * model.width * p.stream + rows * FLOAT32,
+    }
 
 
 def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clean: bool, p: Precision) -> dict[str, int]:

@@ -1,0 +1,338 @@
+"""Every mistake that is easily made with this objective and hard to see in a loss curve, as a test."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from blocktrain.config import RunConfig
+from blocktrain.diffusion.edm import edm_weight
+from blocktrain.diffusion.noise import make_partition
+from blocktrain.diffusion.sampling import euler_step, expected_embedding
+from blocktrain.model.transformer import BlockStack
+from blocktrain.training import composition, trainer
+from blocktrain.training.composition import Composer, span_state
+from blocktrain.training.evaluate import Evaluator
+from blocktrain.training.hardware import Hardware
+from blocktrain.training.objective import SpanObjective, draw_noise, make_views, spans_of
+from blocktrain.training.optim import make_optimizers, optimizer_tensors, restore_optimizers, schedule
+from blocktrain.training.trainer import BlockTrainer
+from tests.conftest import CLEAN, PAPER, tiny_config
+
+CPU = Hardware(torch.device("cpu"), torch.float32)
+
+
+def make_stack(config: RunConfig, scramble: bool = True) -> BlockStack:
+    """A stack whose zero-initialised weights are random too, so that nothing is trivially zero."""
+    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers)
+    if scramble:
+        g = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in stack.parameters():
+                if not p.any():
+                    p.copy_(0.2 * torch.randn(p.shape, generator=g))
+    return stack
+
+
+def make_batch(config: RunConfig, seed: int = 0) -> torch.Tensor:
+    shape = (config.train.batch_size, config.model.positions + 1)
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def objective_of(config: RunConfig, stack: BlockStack, batch: torch.Tensor, seed: int = 3) -> SpanObjective:
+    partition = make_partition(config.noise, config.model.blocks)
+    return SpanObjective(stack, config, make_views(config, partition, batch[:, :-1], batch[:, 1:], seed))
+
+
+def test_reported_ce_is_not_the_weighted_loss_and_weights_are_per_sample():
+    """Mean of w_i ce_i: not mean(w) mean(ce), and no [N] x [N, 1] blow-up."""
+    config = tiny_config(objective=PAPER, noise={"sigma_min": 0.1, "sigma_max": 10.0})
+    result = objective_of(config, make_stack(config), make_batch(config)).loss((2, 3))
+    assert result.sigma is not None
+    weight = edm_weight(result.sigma, config.noise.sigma_data)
+    assert weight.shape == result.ce_per_sample.shape == (config.train.batch_size,)
+    assert float(result.loss) == pytest.approx(float((weight * result.ce_per_sample).mean()), rel=1e-5)
+    assert float(result.loss) != pytest.approx(float(weight.mean() * result.ce_per_sample.mean()), rel=1e-3)
+    assert float(result.ce) == pytest.approx(float(result.ce_per_sample.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", [PAPER, {**PAPER, "input": "upstream"}])
+def test_training_and_sampling_use_the_same_normalised_embedding(objective: dict):
+    """The length of the raw target vectors must not matter anywhere."""
+    config = tiny_config(objective=objective)
+    stack, batch = make_stack(config), make_batch(config)
+    composer = Composer(stack, config, make_partition(config.noise, 3))
+    start = composer.start((4, 32), 0)
+
+    def figures() -> tuple[float, torch.Tensor]:
+        loss = float(objective_of(config, stack, batch).loss((0, 1)).loss)
+        return loss, list(composer.sweep(batch[:, :-1], start))[-1].detach()
+
+    loss, logits = figures()
+    with torch.no_grad():
+        stack.interface.targets.weight.mul_(torch.rand(256, 1) * 9 + 1)
+    scaled_loss, scaled_logits = figures()
+    assert scaled_loss == pytest.approx(loss, rel=1e-5)
+    assert torch.allclose(scaled_logits, logits, atol=1e-4)
+
+
+class Watched(Composer):
+    """Records what each block is asked at."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.calls: list[tuple[int, torch.Tensor, composition.BlockOutput]] = []
+
+    def step(self, block, x, upstream, z, caches=None):  # type: ignore[no-untyped-def]  # noqa: ANN001
+        output = super().step(block, x, upstream, z, caches)
+        self.calls.append((block, z, output))
+        return output
+
+
+def test_blocks_run_in_falling_sigma_and_the_last_is_read_at_its_upper_boundary(monkeypatch: pytest.MonkeyPatch):
+    config = tiny_config(objective=PAPER, noise={"sigma_min": 0.0, "sigma_max": 2.0})
+    partition = make_partition(config.noise, 3)
+    asked: list[float] = []
+    monkeypatch.setattr(composition, "c_noise", lambda sigma: asked.append(float(sigma[0])) or sigma.log() / 4)
+    composer = Watched(make_stack(config), config, partition)
+    logits = list(composer.sweep(make_batch(config)[:, :-1], composer.start((4, 32), 0)))
+    assert [block for block, _, _ in composer.calls] == [0, 1, 2]
+    assert asked == pytest.approx(list(partition.boundaries[:3]))
+    assert asked[0] == 2.0
+    assert asked[-1] > 0  # never evaluated at sigma_min
+    assert all(torch.isfinite(each).all() for each in logits)
+
+
+def test_euler_steps_are_taken_on_expected_embeddings():
+    config = tiny_config(objective={**PAPER, "input": "upstream"})
+    stack, partition = make_stack(config), make_partition(config.noise, 3)
+    composer = Watched(stack, config, partition)
+    list(composer.sweep(make_batch(config)[:, :-1], composer.start((4, 32), 0)))
+    for (block, z, output), (_, z_next, _) in zip(composer.calls, composer.calls[1:], strict=False):
+        denoised = expected_embedding(output.logits, stack.interface.target_embeddings())
+        expected = euler_step(z, denoised, partition.boundaries[block], partition.boundaries[block + 1])
+        assert torch.allclose(z_next, expected, atol=1e-6)
+        assert denoised.norm(dim=-1).max() <= 1 + 1e-5  # inside the hull of unit embeddings
+
+
+def test_target_is_the_next_byte(monkeypatch: pytest.MonkeyPatch):
+    config = tiny_config(objective=CLEAN)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    real = trainer.make_views
+
+    def spy(config, partition, x, y, seed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        seen.append((x, y))
+        return real(config, partition, x, y, seed)
+
+    monkeypatch.setattr(trainer, "make_views", spy)
+    batch = make_batch(config)
+    BlockTrainer(make_stack(config), config, make_partition(config.noise, 3), spans_of(3, 1), CPU).step(batch, 0)
+    ((x, y),) = seen
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(y[:, -1], batch[:, -1])
+
+
+def test_a_counting_sequence_is_learnt():
+    """After 0, 1, 2, ... comes the next number: a wrong shift would learn the identity instead."""
+    config = tiny_config(objective=CLEAN, train={"steps": 60, "lr": 0.01})
+    stack = BlockStack(config.model, seed=0)
+    partition = make_partition(config.noise, 3)
+    learner = BlockTrainer(stack, config, partition, spans_of(3, 1), CPU)
+    for step in range(60):
+        first = torch.randint(0, 256, (4, 1), generator=torch.Generator().manual_seed(step))
+        learner.step((first + torch.arange(33)) % 256, step)
+    ids = torch.arange(100, 132)[None]
+    last = list(Composer(stack, config, partition).sweep(ids, None))[-1]
+    assert (last.argmax(-1) == ids + 1).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("objective", [PAPER, {**PAPER, "input": "upstream"}, {**PAPER, "input": "upstream", "private_layers": 1}])
+def test_a_position_never_depends_on_a_later_one(objective: dict):
+    """d logits_i / d z_j = 0 and d logits_i / d x_j = 0 for j > i, through a block and through a whole sweep."""
+    config = tiny_config(objective=objective)
+    stack, partition = make_stack(config), make_partition(config.noise, 3)
+    x = make_batch(config)[:1, :-1]
+    z = torch.randn(1, 32, 16, requires_grad=True)
+    i = 10
+    for run in ("block", "sweep"):
+        logits = Composer(stack, config, partition).step(0, x, None, z).logits if run == "block" else list(
+            Composer(stack, config, partition).sweep(x, z)
+        )[-1]
+        (grad,) = torch.autograd.grad(logits[0, i].square().sum(), z)
+        assert grad[0, : i + 1].abs().sum() > 0
+        assert grad[0, i + 1 :].abs().max() == 0
+    other = x.clone()
+    other[0, i + 1 :] = (other[0, i + 1 :] + 7) % 256
+    a, b = (list(Composer(stack, config, partition).sweep(ids, z))[-1][0, : i + 1] for ids in (x, other))
+    assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_rollout_does_not_see_the_targets(monkeypatch: pytest.MonkeyPatch):
+    """Permuting y among positions leaves every rollout logit as it is; an oracle figure it must change."""
+    for member in ("start", "step", "sweep"):
+        assert not {"y", "target", "targets"} & set(inspect.signature(getattr(Composer, member)).parameters)
+    from pathlib import Path
+
+    from blocktrain.training.checkpoint import LoadedRun
+    from blocktrain.training.objective import View
+
+    config = tiny_config(objective=PAPER)
+    stack, partition = make_stack(config), make_partition(config.noise, 3)
+    run = LoadedRun(Path("."), config, None, stack, partition)  # type: ignore[arg-type]
+    batch = make_batch(config).numpy().astype("uint8")
+    evaluator = Evaluator(run, batch)
+    logits: list[torch.Tensor] = []
+    monkeypatch.setattr("blocktrain.training.evaluate._ce", lambda each, y: logits.append(each) or 0.0)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    for permuted in (False, True):
+        pairs = [(x, y[:, order] if permuted else y) for x, y in Evaluator._batches(evaluator)]
+        monkeypatch.setattr(evaluator, "_batches", lambda pairs=pairs: iter(pairs))
+        evaluator._rollout_once(0, 0, None)
+        monkeypatch.undo()
+        monkeypatch.setattr("blocktrain.training.evaluate._ce", lambda each, y: logits.append(each) or 0.0)
+    assert len(logits) == 6
+    assert all(torch.equal(a, b) for a, b in zip(logits[:3], logits[3:], strict=True))
+    ids = torch.from_numpy(batch).long()
+    levels = draw_noise(config, partition, 4, 0)
+    oracle = [
+        float(SpanObjective(stack, config, [View(ids[:, :-1], y, levels, None, 1.0)]).loss((2, 3)).ce) for y in (ids[:, 1:], ids[:, 1:][:, order])
+    ]
+    assert oracle[0] != pytest.approx(oracle[1], rel=1e-6)
+
+
+def test_chained_noise_gives_no_second_look_at_the_target():
+    """Blocks of one chain see z_hi = z_lo + fresh noise: given z_lo, z_hi says nothing more about e_y, and no pair solves for it."""
+    config = tiny_config(objective={**PAPER, "input": "upstream"}, train={"batch_size": 64})
+    partition = make_partition(config.noise, 3)
+    levels = draw_noise(config, partition, 64, 0)
+    target = torch.randn(64, 400, 16)
+    z = [levels.state(b, target) for b in range(3)]
+    assert (levels.sigma[0] >= levels.sigma[1]).all()
+    assert (levels.sigma[1] >= levels.sigma[2]).all()
+    for b in range(3):  # the right level at every block
+        measured = (z[b] - target).flatten(1).std(dim=1)
+        assert torch.allclose(measured, levels.sigma[b], rtol=0.05)
+    added = (z[0] - z[2]).flatten()  # independent of the noise already in z_lo
+    assert abs(float(torch.corrcoef(torch.stack((added, (z[2] - target).flatten())))[0, 1])) < 0.02
+
+
+def test_upstream_gradient_stops_at_the_span():
+    config = tiny_config(objective=CLEAN)
+    stack = make_stack(config)
+    objective_of(config, stack, make_batch(config)).loss((2, 3)).loss.backward()
+    assert all(p.grad is None for b in (0, 1) for p in stack.block(b).parameters())
+    assert all(p.grad is not None for p in stack.block(2).layers.parameters() if p.ndim == 2 and p.size(1) != 8)
+    assert stack.interface.tokens.weight.grad is None
+
+
+def test_span_gradients_are_averaged_over_the_spans_that_hold_a_block():
+    config = tiny_config(objective={**CLEAN, "span": 2})
+    batch = make_batch(config)
+    together = make_stack(config)
+    BlockTrainer(together, config, make_partition(config.noise, 3), [(0, 2), (1, 3)], CPU).gradients(batch, 0)
+    parts = []
+    for span in ((0, 2), (1, 3)):
+        stack = make_stack(config)
+        BlockTrainer(stack, config, make_partition(config.noise, 3), [span], CPU).gradients(batch, 0)
+        parts.append(stack)
+    got, first, second = (s.block(1).layers[0].attention.query.weight.grad for s in (together, *parts))
+    assert torch.allclose(got, (first + second) / 2, atol=1e-7)
+    outer = [s.block(0).layers[0].attention.query.weight.grad for s in (together, parts[0])]
+    assert torch.allclose(outer[0], outer[1], atol=1e-7)  # held by one span only
+
+
+def test_end_to_end_is_the_span_over_all_blocks():
+    """w = B has the gradient of one forward and one backward pass through the whole stack."""
+    config = tiny_config(objective={**CLEAN, "span": 3})
+    batch, stack = make_batch(config), make_stack(config)
+    BlockTrainer(stack, config, make_partition(config.noise, 3), [(0, 3)], CPU).gradients(batch, 0)
+    got = stack.block(0).layers[0].attention.query.weight.grad.clone()
+    stack.zero_grad()
+    state = stack.interface.tokens(batch[:, :-1])
+    for b in range(3):
+        state = stack.block(b)(state, None)
+    logits = stack.interface.head(stack.block(2).features(state, None))
+    F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+    assert torch.allclose(got, stack.block(0).layers[0].attention.query.weight.grad, atol=1e-7)
+
+
+def test_learning_rate_counts_a_blocks_own_updates():
+    config = tiny_config(train={"steps": 100, "warmup_steps": 10, "cooldown": 0.5})
+    assert schedule(0, config.train) == pytest.approx(0.1)
+    assert schedule(9, config.train) == schedule(50, config.train) == 1
+    assert schedule(75, config.train) == pytest.approx(0.5)
+    assert 0 < schedule(99, config.train) < 0.05
+
+
+def test_low_precision_optimizer_state_survives_a_round_trip():
+    config = tiny_config(objective=CLEAN)
+    stack = make_stack(config).to(torch.bfloat16)
+    optimizers = make_optimizers(stack, config.train, range(3), True)
+    for p in stack.parameters():
+        p.grad = torch.randn_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(stack, optimizers).items()}
+    assert any(name.endswith("momentum_buffer") and t.dtype == torch.bfloat16 for name, t in saved.items())
+    fresh = make_optimizers(stack, config.train, range(3), True)
+    restore_optimizers(stack, fresh, saved)
+    again = optimizer_tensors(stack, fresh)
+    assert again.keys() == saved.keys()
+    assert all(again[name].dtype == t.dtype and torch.equal(again[name], t) for name, t in saved.items())
+
+
+def test_embedding_mse_and_cross_entropy_agree_on_two_symbols():
+    """With two targets the best denoised embedding is p e_0 + (1 - p) e_1, which is cross entropy's posterior mean."""
+    g = torch.Generator().manual_seed(0)
+    e = F.normalize(torch.randn(2, 8, generator=g, dtype=torch.float64), dim=-1)
+    prior, sigma = torch.tensor([0.7, 0.3], dtype=torch.float64), 0.6
+    y = torch.multinomial(prior, 200_000, replacement=True, generator=g)
+    z = e[y] + sigma * torch.randn(200_000, 8, generator=g, dtype=torch.float64)
+    from blocktrain.diffusion.sampling import evidence
+
+    ce_mean = expected_embedding(prior.log() + evidence(z, e, sigma), e)
+    # The MSE optimum is E[e_y | z]: in bins of the sufficient statistic the mean of e_y must equal the mean of CE's estimate.
+    statistic = z @ (e[0] - e[1])
+    for low, high in zip(torch.linspace(-1.5, 1.5, 7), torch.linspace(-1.5, 1.5, 7)[1:], strict=False):
+        inside = (statistic >= low) & (statistic < high)
+        assert inside.sum() > 500
+        assert torch.allclose(e[y][inside].mean(0), ce_mean[inside].mean(0), atol=0.03)
+
+
+def test_embedding_mse_trains_the_denoiser_but_not_the_targets():
+    config = tiny_config(objective={**PAPER, "loss": "embedding_mse"})
+    stack = make_stack(config)
+    result = objective_of(config, stack, make_batch(config)).loss((0, 1))
+    result.loss.backward()
+    assert stack.interface.targets.weight.grad is None  # a learnt target would collapse
+    assert stack.interface.denoised.weight.grad.abs().sum() > 0
+    assert stack.interface.log_sharpness.grad.abs() > 0
+    assert stack.interface.head.weight.grad is None
+
+
+def test_window_masks_context_but_never_the_target():
+    config = tiny_config(objective={**PAPER, "input": "upstream", "anchor_weight": 1.0, "window": 8, "window_share": 0.5}, train={"batch_size": 64})
+    batch = make_batch(config)
+    noisy, clean = make_views(config, make_partition(config.noise, 3), batch[:, :-1], batch[:, 1:], 1)
+    masked = (noisy.x == 256).any(1)
+    assert 0.25 < masked.float().mean() < 0.75
+    assert (noisy.x[masked][:, -8:] == 256).all()
+    assert (noisy.x[:, :-8] != 256).all()
+    assert torch.equal(noisy.y, batch[:, 1:])
+    assert torch.equal(clean.x, batch[:, :-1])  # nothing to predict a masked position from without z
+
+
+def test_state_enters_at_its_own_noise_level():
+    """The block reads c_in(sigma) z: scaling z and sigma_data together must not change what it sees apart from c_noise."""
+    config = tiny_config(objective=PAPER)
+    stack = make_stack(config)
+    state = torch.randn(2, 32, 32)
+    z = torch.randn(2, 32, 16)
+    out, noise = span_state(stack, config, 0, state, z, torch.tensor([2.0, 2.0]))
+    expected = stack.block(0)(state + stack.interface.enter(z / (4 + 0.25) ** 0.5), stack.interface.noise(torch.tensor([2.0, 2.0]).log() / 4)[:, None])
+    assert noise is not None
+    assert noise.shape == (2, 1, 8)
+    assert torch.allclose(out, expected, atol=1e-6)
