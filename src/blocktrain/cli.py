@@ -1,7 +1,7 @@
 """The command line: one function a subcommand, and the only place that parses, prints and exits.
 
-Figures go to standard output; progress and notes to standard error, so `--json` output can be piped. Exit codes: 0 done, 1 a check failed, 2 a mistake in what was
-asked (one line names it), 130 stopped by Ctrl-C with a checkpoint written.
+Figures go to standard output; progress and notes to standard error, so `--json` output can be piped. Exit codes: 0 done, 1 a goal was missed,
+2 a mistake in what was asked (one line names it), 130 stopped by Ctrl-C with a checkpoint written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False)
 
 Run = Annotated[Path, Parameter(help="Run folder (made if it is not there).")]
-Settings = Annotated[tuple[str, ...], Parameter("--set", help="Change a setting: section.field=value. May be given again.", negative=(), consume_multiple=False)]
+Settings = Annotated[
+    tuple[str, ...],
+    Parameter("--set", help="Change a setting: section.field=value. May be given again.", negative=(), consume_multiple=False),
+]
 Json = Annotated[bool, Parameter("--json", negative=(), help="Print one JSON object instead of tables.")]
 
 
@@ -78,9 +81,7 @@ def train(
     config: Annotated[Path | None, Parameter(help="A run.toml to start from. Only for a new run.")] = None,
     data: Annotated[str | None, Parameter(help="wiki, python, wikitext-2, wikitext-103, or a path (sets data.corpus).")] = None,
     set_: Settings = (),
-    reference: Annotated[
-        bool, Parameter(negative=(), help="Also train the end-to-end Transformer of the same shape into RUN/reference.")
-    ] = False,
+    reference: Annotated[bool, Parameter(negative=(), help="Also train the end-to-end Transformer of the same shape into RUN/reference.")] = False,
     json_: Json = False,
 ) -> int:
     """Train all blocks on this machine, or go on from the newest checkpoint.
@@ -189,7 +190,17 @@ def _run_settings(run: Path, preset: str | None, config: Path | None, data: str 
         fields, source = merge_fields(fields, {"data": {"corpus": data}}), f"{source} with --data"
     for text in sets:
         fields, source = merge_fields(fields, parse_assignment(text)), f"{source} with --set"
-    return make_config(fields, source)
+    return make_config(_absolute_paths(fields), source)
+
+
+def _absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
+    """A corpus given as a path is kept absolute, so that the run can be gone on with from another folder."""
+    data = dict(fields.get("data", {}))
+    for key in ("corpus", "heldout"):
+        value = data.get(key)
+        if isinstance(value, str) and value and (os.sep in value or Path(value).suffix) and Path(value).exists():
+            data[key] = str(Path(value).resolve())
+    return merge_fields(fields, {"data": data}) if data else fields
 
 
 def _contradicts(existing: Path, flag: str, value: object) -> bool:
@@ -237,7 +248,13 @@ class _Progress:
     def __init__(self, name: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         self.name = name
         self.bar = Progress(*columns, console=err) if err.is_terminal else None
         self.task = self.bar.add_task(name, total=None, note="") if self.bar else None

@@ -31,15 +31,15 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Shape of the stack: `blocks` x `layers_per_block` transformer layers."""
 
-    blocks: int = Field(3, ge=1, le=4096, description="number of blocks B the stack is cut into")
-    layers_per_block: int = Field(2, ge=1, le=4096, description="transformer layers in one block (L = B x this)")
-    width: int = Field(128, ge=8, le=65536, description="model width D")
-    heads: int = Field(4, ge=1, le=1024, description="attention heads; width / heads must be even (rotary)")
-    positions: int = Field(256, ge=2, le=1 << 20, description="sequence length T in bytes")
-    embed_dim: int = Field(128, ge=2, le=65536, description="width E of the target embedding")
-    mlp: Literal["relu2", "swiglu"] = Field("relu2", description="feed-forward kind")
-    mlp_ratio: float = Field(4.0, gt=0, le=64, description="feed-forward width / model width (swiglu takes 2/3 of it)")
-    noise_dim: int = Field(64, ge=2, le=4096, description="width of the noise-level embedding; even")
+    blocks: int = Field(default=3, ge=1, le=4096, description="number of blocks B the stack is cut into")
+    layers_per_block: int = Field(default=2, ge=1, le=4096, description="transformer layers in one block (L = B x this)")
+    width: int = Field(default=128, ge=8, le=65536, description="model width D")
+    heads: int = Field(default=4, ge=1, le=1024, description="attention heads; width / heads must be even (rotary)")
+    positions: int = Field(default=256, ge=2, le=1 << 20, description="sequence length T in bytes")
+    embed_dim: int = Field(default=128, ge=2, le=65536, description="width E of the target embedding")
+    mlp: Literal["relu2", "swiglu"] = Field(default="relu2", description="feed-forward kind")
+    mlp_ratio: float = Field(default=4.0, gt=0, le=64, description="feed-forward width / model width (swiglu takes 2/3 of it)")
+    noise_dim: int = Field(default=64, ge=2, le=4096, description="width of the noise-level embedding; even")
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:
@@ -63,17 +63,17 @@ class ModelConfig(Section):
 class NoiseConfig(Section):
     """The sigma density (log-normal, truncated to [sigma_min, sigma_max]) and its cut into one range per block."""
 
-    sigma_min: float = Field(1.0, ge=0, description="lowest noise level (0 allowed: shows target leakage)")
-    sigma_max: float = Field(10.0, gt=0, description="highest noise level, where a sweep starts")
-    P_mean: float = Field(-1.2, description="mean of ln(sigma)")
-    P_std: float = Field(1.2, gt=0, description="standard deviation of ln(sigma)")
-    sigma_data: float = Field(0.5, gt=0, description="EDM's data scale")
-    overlap: float = Field(0.05, ge=0, le=1, description="each block's range is widened on both sides by this share of its own log-width")
+    sigma_min: float = Field(default=1.0, ge=0, description="lowest noise level (0 allowed: shows target leakage)")
+    sigma_max: float = Field(default=10.0, gt=0, description="highest noise level, where a sweep starts")
+    P_mean: float = Field(default=-1.2, description="mean of ln(sigma)")
+    P_std: float = Field(default=1.2, gt=0, description="standard deviation of ln(sigma)")
+    sigma_data: float = Field(default=0.5, gt=0, description="EDM's data scale")
+    overlap: float = Field(default=0.05, ge=0, le=1, description="each block's range is widened on both sides by this share of its own log-width")
     partition: Literal["lognormal", "information"] | list[float] = Field(
-        "lognormal",
+        default="lognormal",
         description="equal probability; equal fall of cross entropy (fitted while training); or the B+1 falling boundaries",
     )
-    information_fit_at: float = Field(0.1, gt=0, lt=1, description="share of the steps after which `information` is fitted")
+    information_fit_at: float = Field(default=0.1, gt=0, lt=1, description="share of the steps after which `information` is fitted")
 
     @model_validator(mode="after")
     def check(self) -> NoiseConfig:
@@ -92,18 +92,22 @@ class ObjectiveConfig(Section):
     """What a block learns from, and how the blocks are composed."""
 
     input: Literal["independent", "upstream"] = Field(
-        "upstream", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
+        default="upstream", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
     )
-    loss: Literal["cross_entropy", "embedding_mse"] = Field("cross_entropy", description="over the vocabulary, or on the target embedding")
-    span: int = Field(1, ge=1, description="consecutive blocks w that are trained together; 1 is the paper, B is end-to-end")
-    private_layers: int = Field(0, ge=0, le=64, description="decoder layers of a block's own, not handed on (upstream only, not in the last block)")
-    weighting: Literal["edm", "none"] = Field("edm", description="weight of a sample's denoising loss as a function of its sigma")
-    denoise_weight: float = Field(1.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere")
-    anchor_weight: float = Field(0.0, ge=0, description="weight of cross entropy on the same block with the target information absent")
-    readout: Literal["posterior", "evidence_free"] = Field("posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out")
-    start: Literal["noise", "zero"] = Field("noise", description="state z a sweep starts from")
-    window: int = Field(0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
-    window_share: float = Field(0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
+    loss: Literal["cross_entropy", "embedding_mse"] = Field(default="cross_entropy", description="over the vocabulary, or on the target embedding")
+    span: int = Field(default=1, ge=1, description="consecutive blocks w that are trained together; 1 is the paper, B is end-to-end")
+    private_layers: int = Field(
+        default=0, ge=0, le=64, description="decoder layers of a block's own, not handed on (upstream only, not in the last block)"
+    )
+    weighting: Literal["edm", "none"] = Field(default="edm", description="weight of a sample's denoising loss as a function of its sigma")
+    denoise_weight: float = Field(default=1.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere")
+    anchor_weight: float = Field(default=0.0, ge=0, description="weight of cross entropy on the same block with the target information absent")
+    readout: Literal["posterior", "evidence_free"] = Field(
+        default="posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out"
+    )
+    start: Literal["noise", "zero"] = Field(default="noise", description="state z a sweep starts from")
+    window: int = Field(default=0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
+    window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
 
     @model_validator(mode="after")
     def check(self) -> ObjectiveConfig:
@@ -130,46 +134,48 @@ class ObjectiveConfig(Section):
 class DataConfig(Section):
     """Which text; bytes are the tokens."""
 
-    corpus: str = Field("wiki", min_length=1, description="wiki, python, wikitext-2, wikitext-103, or a path")
-    heldout: str = Field("", description="path of the held-out text; empty takes the tail of the corpus")
-    heldout_fraction: float = Field(0.05, gt=0, lt=1, description="share of the corpus that is held out when `heldout` is empty")
+    corpus: str = Field(default="wiki", min_length=1, description="wiki, python, wikitext-2, wikitext-103, or a path")
+    heldout: str = Field(default="", description="path of the held-out text; empty takes the tail of the corpus")
+    heldout_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the corpus that is held out when `heldout` is empty")
 
 
 class TrainConfig(Section):
     """The inner loop."""
 
-    steps: int = Field(1200, ge=1, description="optimizer steps per block")
-    batch_size: int = Field(16, ge=1, description="sequences per step")
-    optimizer: Literal["muon", "adamw"] = Field("muon", description="muon: matrices by Muon, the rest by AdamW")
-    lr: float = Field(2e-3, gt=0, description="AdamW learning rate")
-    muon_lr: float = Field(0.02, gt=0, description="Muon learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of the matrices")
-    warmup_steps: int = Field(50, ge=0, description="linear rise of the learning rate")
-    cooldown: float = Field(0.5, ge=0, le=1, description="last share of the steps over which the learning rate falls linearly to 0")
-    clip_norm: float = Field(1.0, ge=0, description="gradient norm limit of each block and of the interface; 0 is off")
-    ema: float = Field(0.0, ge=0, lt=1, description="decay of the exponential moving average that is evaluated and served; 0 is off")
+    steps: int = Field(default=1200, ge=1, description="optimizer steps per block")
+    batch_size: int = Field(default=16, ge=1, description="sequences per step")
+    optimizer: Literal["muon", "adamw"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
+    lr: float = Field(default=0.01, gt=0, description="AdamW learning rate (all weights; with muon only what is not a hidden matrix)")
+    muon_lr: float = Field(default=0.02, gt=0, description="Muon learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay of the matrices")
+    warmup_steps: int = Field(default=50, ge=0, description="linear rise of the learning rate")
+    cooldown: float = Field(default=0.5, ge=0, le=1, description="last share of the steps over which the learning rate falls linearly to 0")
+    clip_norm: float = Field(default=1.0, ge=0, description="gradient norm limit of each block and of the interface; 0 is off")
+    ema: float = Field(default=0.0, ge=0, lt=1, description="decay of the exponential moving average that is evaluated and served; 0 is off")
     order: Literal["interleaved", "sequential"] = Field(
-        "interleaved",
+        default="interleaved",
         description="every block at each step, or one block after another with only that block's weights, gradients and moments in memory",
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="autocast; auto takes bfloat16 where the hardware is fast at it")
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes CUDA, then MPS, then the CPU")
-    checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
-    log_every: int = Field(10, ge=1, description="steps between lines of metrics.jsonl")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="autocast; auto takes bfloat16 where the hardware is fast at it"
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto takes CUDA, then MPS, then the CPU")
+    checkpoint_every: int = Field(default=200, ge=1, description="steps between checkpoints")
+    log_every: int = Field(default=10, ge=1, description="steps between lines of metrics.jsonl")
 
 
 class EvaluateConfig(Section):
     """How much held-out text, and how many draws."""
 
-    windows: int = Field(64, ge=1, description="held-out sequences of T bytes that are scored")
-    noise_draws: int = Field(8, ge=1, description="sweeps averaged where a sweep starts from noise")
-    sigma_bins: int = Field(8, ge=1, le=256, description="bins of the table of cross entropy per sigma")
+    windows: int = Field(default=64, ge=1, description="held-out sequences of T bytes that are scored")
+    noise_draws: int = Field(default=8, ge=1, description="sweeps averaged where a sweep starts from noise")
+    sigma_bins: int = Field(default=8, ge=1, le=256, description="bins of the table of cross entropy per sigma")
 
 
 class RunConfig(Section):
     """A whole run. `seed` is folded with (block, step, purpose) into every random draw."""
 
-    seed: int = Field(0, ge=0, lt=1 << 62, description="the run's seed")
+    seed: int = Field(default=0, ge=0, lt=1 << 62, description="the run's seed")
     model: ModelConfig = ModelConfig()
     noise: NoiseConfig = NoiseConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -233,7 +239,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "readout": "posterior",
             "start": "noise",
         },
-        "train": {"steps": 12000, "batch_size": 32, "optimizer": "adamw", "warmup_steps": 200, "weight_decay": 0.01},
+        "train": {"steps": 12000, "batch_size": 32, "optimizer": "adamw", "lr": 2e-3, "warmup_steps": 200, "weight_decay": 0.01},
     },
 }
 
@@ -258,7 +264,7 @@ def _first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "literal[")))
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        return str(first.get("ctx", {}).get("error", first["msg"]))
     if first["type"] == "extra_forbidden":
         return f"{place}: no such setting{_suggest(first['loc'])}"
     given = first.get("input")

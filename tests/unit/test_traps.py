@@ -54,8 +54,9 @@ def test_reported_ce_is_not_the_weighted_loss_and_weights_are_per_sample():
     assert result.sigma is not None
     weight = edm_weight(result.sigma, config.noise.sigma_data)
     assert weight.shape == result.ce_per_sample.shape == (config.train.batch_size,)
-    assert float(result.loss) == pytest.approx(float((weight * result.ce_per_sample).mean()), rel=1e-5)
-    assert float(result.loss) != pytest.approx(float(weight.mean() * result.ce_per_sample.mean()), rel=1e-3)
+    loss = float(result.loss.detach())
+    assert loss == pytest.approx(float((weight * result.ce_per_sample).mean()), rel=1e-5)
+    assert loss != pytest.approx(float(weight.mean() * result.ce_per_sample.mean()), rel=1e-3)
     assert float(result.ce) == pytest.approx(float(result.ce_per_sample.mean()), rel=1e-5)
 
 
@@ -68,7 +69,7 @@ def test_training_and_sampling_use_the_same_normalised_embedding(objective: dict
     start = composer.start((4, 32), 0)
 
     def figures() -> tuple[float, torch.Tensor]:
-        loss = float(objective_of(config, stack, batch).loss((0, 1)).loss)
+        loss = float(objective_of(config, stack, batch).loss((0, 1)).loss.detach())
         return loss, list(composer.sweep(batch[:, :-1], start))[-1].detach()
 
     loss, logits = figures()
@@ -86,7 +87,7 @@ class Watched(Composer):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.calls: list[tuple[int, torch.Tensor, composition.BlockOutput]] = []
 
-    def step(self, block, x, upstream, z, caches=None):  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def step(self, block, x, upstream, z, caches=None):  # type: ignore[no-untyped-def]
         output = super().step(block, x, upstream, z, caches)
         self.calls.append((block, z, output))
         return output
@@ -123,7 +124,7 @@ def test_target_is_the_next_byte(monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     real = trainer.make_views
 
-    def spy(config, partition, x, y, seed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def spy(config, partition, x, y, seed):  # type: ignore[no-untyped-def]
         seen.append((x, y))
         return real(config, partition, x, y, seed)
 
@@ -155,12 +156,14 @@ def test_a_position_never_depends_on_a_later_one(objective: dict):
     config = tiny_config(objective=objective)
     stack, partition = make_stack(config), make_partition(config.noise, 3)
     x = make_batch(config)[:1, :-1]
-    z = torch.randn(1, 32, 16, requires_grad=True)
+    z = torch.randn(1, 32, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
     i = 10
     for run in ("block", "sweep"):
-        logits = Composer(stack, config, partition).step(0, x, None, z).logits if run == "block" else list(
-            Composer(stack, config, partition).sweep(x, z)
-        )[-1]
+        logits = (
+            Composer(stack, config, partition).step(0, x, None, z).logits
+            if run == "block"
+            else list(Composer(stack, config, partition).sweep(x, z))[-1]
+        )
         (grad,) = torch.autograd.grad(logits[0, i].square().sum(), z)
         assert grad[0, : i + 1].abs().sum() > 0
         assert grad[0, i + 1 :].abs().max() == 0
@@ -329,10 +332,12 @@ def test_state_enters_at_its_own_noise_level():
     """The block reads c_in(sigma) z: scaling z and sigma_data together must not change what it sees apart from c_noise."""
     config = tiny_config(objective=PAPER)
     stack = make_stack(config)
-    state = torch.randn(2, 32, 32)
-    z = torch.randn(2, 32, 16)
+    g = torch.Generator().manual_seed(0)
+    state, z = torch.randn(2, 32, 32, generator=g), torch.randn(2, 32, 16, generator=g)
     out, noise = span_state(stack, config, 0, state, z, torch.tensor([2.0, 2.0]))
-    expected = stack.block(0)(state + stack.interface.enter(z / (4 + 0.25) ** 0.5), stack.interface.noise(torch.tensor([2.0, 2.0]).log() / 4)[:, None])
+    expected = stack.block(0)(
+        state + stack.interface.enter(z / (4 + 0.25) ** 0.5), stack.interface.noise(torch.tensor([2.0, 2.0]).log() / 4)[:, None]
+    )
     assert noise is not None
     assert noise.shape == (2, 1, 8)
-    assert torch.allclose(out, expected, atol=1e-6)
+    assert torch.allclose(out, expected, atol=1e-4)

@@ -2,9 +2,9 @@
 
 N batch, T positions, D width, E target-embedding width, V vocabulary (256 bytes), C noise-level embedding width.
 
-A `DenoisingBlock` is the unit that is trained, versioned, averaged and served. It never looks at another block: what it needs of the one before it comes in
-as a state (N, T, D). A `BlockStack` may hold any subset of the blocks (a worker or a stage holds one). Weights are drawn block by block from
-(seed, block), so whoever makes block 2 makes the same block 2.
+A `DenoisingBlock` is the unit that is trained, versioned, averaged and served. It never looks at another block: what it needs of the one before
+it comes in as a state (N, T, D). A `BlockStack` may hold any subset of the blocks (a worker or a stage holds one). Weights are drawn block by
+block from (seed, block), so whoever makes block 2 makes the same block 2.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class NoiseEmbedding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.frequency: Tensor
         self.register_buffer("frequency", torch.logspace(0, 5, width // 2, base=2.0), persistent=False)
         self.mix = nn.Linear(width, width)
 
@@ -73,6 +74,8 @@ class DenoisingBlock(nn.Module):
         self.private = nn.ModuleList(TransformerLayer(config) for _ in range(private_layers))
         self.out_gain = nn.Parameter(torch.ones(config.width))
         self.config = config
+        self.cos: Tensor
+        self.sin: Tensor
         cos, sin = rotary_table(config.positions, config.width // config.heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -94,8 +97,8 @@ class DenoisingBlock(nn.Module):
 
     def matrices(self) -> list[nn.Parameter]:
         """The hidden matrices, which Muon trains; everything else is AdamW's."""
-        parts = [m for layer in (*self.layers, *self.private) for m in (layer.attention, layer.feed_forward)]
-        return [p for part in parts for p in part.parameters()]
+        layers = (*self.layers, *self.private)
+        return [p for layer in layers for name, p in layer.named_parameters() if name.startswith(("attention.", "feed_forward."))]
 
 
 class BlockCache:

@@ -36,12 +36,8 @@ class Precision:
 
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(4, 4, 4, 4, 4, False, "everything float32"),
-    "mixed": Precision(
-        4, 4, 4, 4, 2, True, "bfloat16 autocast over float32 weights, gradients and moments, as train.precision = bfloat16 does"
-    ),
-    "bfloat16": Precision(
-        2, 2, 4, 2, 2, False, "bfloat16 weights, gradients and activations, float32 moments; the trainer does not do this"
-    ),
+    "mixed": Precision(4, 4, 4, 4, 2, True, "bfloat16 autocast over float32 weights, gradients and moments, as train.precision = bfloat16 does"),
+    "bfloat16": Precision(2, 2, 4, 2, 2, False, "bfloat16 weights, gradients and activations, float32 moments; the trainer does not do this"),
     "float16": Precision(2, 2, 4, 2, 2, False, "float16 weights, gradients and activations, float32 moments; the trainer does not do this"),
 }
 
@@ -124,7 +120,10 @@ def span_activations(config: RunConfig, span: Span, p: Precision) -> tuple[int, 
     layers = num_blocks * model.layers_per_block + (objective.private_layers if span[1] < model.blocks else 0)
     clean = ([False] if noisy else []) + ([True] if objective.anchor_weight else [])
     layer = sum(layer_activations(model, batch, noisy, p).values())
-    readout = sum(readout_activations(model, batch, p).values())
-    blocks = len(clean) * (layers * layer + readout) + layers * layer_copies(model, noisy, p)
+    readout = readout_activations(model, batch, p)
+    # A detached state without z on it needs no gradient, so the first norm keeps nothing of it.
+    detached = objective.input == "upstream" and span[0] > 0 and not noisy
+    unkept = readout["read-out: stream"] + batch * model.positions * FLOAT32 if detached else 0
+    blocks = len(clean) * (layers * layer + sum(readout.values()) - unkept) + layers * layer_copies(model, noisy, p)
     passes = sum(sum(interface_activations(config, num_blocks, noisy, c, p).values()) for c in clean)
     return passes + interface_copies(config, noisy, p), blocks

@@ -32,9 +32,7 @@ from blocktrain.training.trainer import BlockTrainer
 
 def peak_memory(job: dict[str, Any]) -> int:
     """Run a job {config, span, held, steps} in a fresh process; returns bytes over the baseline. Raises MemoryLimitError if the system killed it."""
-    result = subprocess.run(
-        [sys.executable, "-m", "blocktrain.report.measure"], input=json.dumps(job), capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-m", "blocktrain.report.measure"], input=json.dumps(job), capture_output=True, text=True, check=False)
     if result.returncode == -signal.SIGKILL:
         raise MemoryLimitError("the system ended the measured step, most likely for want of memory; make the model or the batch smaller")
     if result.returncode:

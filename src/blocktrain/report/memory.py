@@ -140,12 +140,14 @@ def count_layer(config: RunConfig) -> Count:
     return Count(parameter_count(layer), sum(p.numel() for p in block.matrices()), parameter_count(layer) - unreached)
 
 
-def count_interface(config: RunConfig) -> Count:
-    """The interface. Which of its tables the loss reaches depends on the loss and on whether there is a noisy target."""
+def count_interface(config: RunConfig, first: int = 0) -> Count:
+    """The interface, trained from block `first` on. Which of its tables a loss reaches depends on the loss and on where its gradient ends."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         interface = Interface(config.model)
     mse = config.objective.loss == "embedding_mse"
     unreached = [interface.head, interface.targets] if mse else [interface.denoised]
+    if config.objective.input == "upstream" and first:
+        unreached.append(interface.tokens)
     if not config.objective.noisy:
         unreached += [interface.targets, interface.enter, interface.noise]
     total = parameter_count(interface)
@@ -161,7 +163,7 @@ def count_blocks(config: RunConfig, blocks: range) -> Count:
 
 
 def _blocks_name(blocks: range) -> str:
-    return f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}–{blocks[-1]}"
+    return f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"
 
 
 def count_trained(config: RunConfig, blocks: range, ends: int) -> Count:
@@ -177,7 +179,7 @@ def span_holding(config: RunConfig, span: Span, p: Precision, name: str) -> Hold
     """The interface and the blocks of a span in training, and the frozen blocks in front of it where blocks are chained."""
     interface_bytes, block_bytes = span_activations(config, span, p)
     optimizer, blocks, before = config.train.optimizer, range(*span), range(span[0])
-    parts = [count_interface(config).part("interface", p, optimizer, interface_bytes)]
+    parts = [count_interface(config, span[0]).part("interface", p, optimizer, interface_bytes)]
     if config.objective.input == "upstream" and before:
         parts.append(count_blocks(config, before).frozen(f"{_blocks_name(before)}, frozen", p))
     return Holding(name, (*parts, count_trained(config, blocks, 1).part(_blocks_name(blocks), p, optimizer, block_bytes)))
@@ -249,9 +251,7 @@ def shape_report(params: float, blocks: int, dtype: str = "float32", optimizer: 
         return Holding(name, (Part(part, count, count * p.weights, count * p.gradients, count * moments * p.moments, None),))
 
     each = math.ceil(params / blocks)
-    convention = (
-        f"{p.weights} B weight + {p.gradients} B gradient + {moments} x {p.moments} B moments per parameter; activations need a shape"
-    )
+    convention = f"{p.weights} B weight + {p.gradients} B gradient + {moments} x {p.moments} B moments per parameter; activations need a shape"
     return MemoryReport(
         holding("worker of one block", "block", each),
         None,

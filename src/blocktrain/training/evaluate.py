@@ -110,7 +110,7 @@ class Evaluator:
         for index, (x, y) in enumerate(self._batches()):
             if mask_last:
                 x = torch.cat((x[:, :-mask_last], torch.full_like(x[:, -mask_last:], MASK_ID)), dim=1)
-            z = self.composer.start(tuple(x.shape), fold(self.config.seed, "evaluate", index), draw, only or 0)
+            z = self.composer.start((x.size(0), x.size(1)), fold(self.config.seed, "evaluate", index), draw, only or 0)
             with torch.no_grad(), self.hardware.autocast():
                 sums = [_ce(logits[:, -mask_last:], y[:, -mask_last:]) for logits in self.composer.sweep(x, z, only=only)]
             totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums

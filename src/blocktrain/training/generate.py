@@ -1,8 +1,8 @@
 """Exact generation: one byte after another, each drawn from the last block's distribution.
 
-p(x_i | x_<i) is what `evaluate` scores: the same sweep, the same start state, with the past kept in each block's key-value cache. A stream that reaches T positions
-goes on from its last 3T/4 bytes. Sampling adds Gumbel noise g(seed, position, id) to the logits and takes the largest, so a seed fixes the text whatever
-is batched or cached around it.
+p(x_i | x_<i) is what `evaluate` scores: the same sweep, the same start state, with the past kept in each block's key-value cache. A stream
+that reaches T positions goes on from its last 3T/4 bytes. Sampling adds Gumbel noise g(seed, position, id) to the logits and takes the largest,
+so a seed fixes the text whatever is batched or cached around it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ A span is trained through the read-out of its last block; everything before it i
   noisy   z = e_y + sigma * eps enters every block; cross entropy (or embedding MSE) times the EDM weight of each sample's sigma
   clean   the target information is absent (z = 0, or no z at all where `denoise_weight` is 0); plain cross entropy: the `anchor`
 
-Where blocks are chained (`input = upstream`) the states z of one sample at different blocks are coupled as a forward diffusion: a higher level is the lower
-one plus fresh noise. Sharing one eps would let two blocks' states be solved for the target; independent draws would give a block more evidence than a
-sweep ever has.
+Where blocks are chained (`input = upstream`) the states z of one sample at different blocks are coupled as a forward diffusion: a higher
+level is the lower one plus fresh noise. Sharing one eps would let two blocks' states be solved for the target; independent draws would give a block
+more evidence than a sweep ever has.
 """
 
 from __future__ import annotations
@@ -131,12 +131,14 @@ class SpanObjective:
 
     def _view_loss(self, index: int, view: View, span: Span) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, cross entropy per sample (N,), sigma (N,)) of one view."""
-        state = self._state_before(index, view, span[0])
+        assert span[0] < span[1], "a span holds a block"
+        state, noise, z, sigma = self._state_before(index, view, span[0]), None, None, None
         for b in range(*span):
             z, sigma = self._noisy_state(view, b)
             state, noise = span_state(self.stack, self.config, b, enter(self.stack, view.x, state), z, sigma)
             if b == span[0] and self.config.objective.input == "upstream":
                 self._front[index] = (b + 1, state.detach())
+        assert state is not None
         logits, denoised = read_out(self.stack, self.config, span[1] - 1, state, noise, z, sigma)
         ce = F.cross_entropy(logits.flatten(0, 1), view.y.flatten(), reduction="none").view(view.y.shape).mean(1)  # (N,)
         if view.levels is None or sigma is None:

@@ -58,8 +58,9 @@ class Muon(torch.optim.Muon):
             stacked = stacked.bfloat16()
         direction = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(parameters[0].dtype)
         rate = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, list(direction.unbind(0)), alpha=-rate)
+        weights: list[Tensor] = [*parameters]
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(direction.unbind(0)), alpha=-rate)
 
 
 def make_optimizers(stack: BlockStack, config: TrainConfig, trained: Iterable[int], interface: bool) -> list[torch.optim.Optimizer]:

@@ -1,8 +1,8 @@
 """Train a run folder from wherever it stands to its last step.
 
-The plan is a list of phases: one that trains every span at each step (`interleaved`), or one per block (`sequential`), which holds only that block's weights,
-gradients, moments and activations, plus the frozen weights before it where blocks are chained. In the sequential order the interface is trained with
-the first block and frozen afterwards: trained on by later blocks it would drift away under the blocks that are already done.
+The plan is a list of phases: one that trains every span at each step (`interleaved`), or one per block (`sequential`), which holds
+only that block's weights, gradients, moments and activations, plus the frozen weights before it where blocks are chained. In the sequential
+order the interface is trained with the first block and frozen afterwards: trained on by later blocks it would drift away under those already done.
 
 Everything random is a function of (seed, step), so a run that was stopped anywhere and started again ends in the weights of the unbroken run.
 """
@@ -269,7 +269,7 @@ class _Average:
     @torch.no_grad()
     def update(self) -> None:
         if self.decay:
-            current = [p for _, p in self.stack.named_parameters()]
+            current: list[Tensor] = [p for _, p in self.stack.named_parameters()]
             torch._foreach_lerp_(list(self.shadow.values()), current, 1 - self.decay)
 
     def state(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The inner loop: spans of blocks on batches, one optimizer step at a time.
 
-`BlockTrainer` is what a whole machine and a single worker share. It trains the blocks it is told to; every other block that the stack holds is frozen and serves
-as upstream. It owns no file and no clock: batch and step number come in, figures come out, so that a step is a function of
-(weights, moments, batch, seed, step) and a resumed run repeats the unbroken one.
+`BlockTrainer` is what a whole machine and a single worker share. It trains the blocks it is told to; every other block that the stack holds
+is frozen and serves as upstream. It owns no file and no clock: batch and step number come in, figures come out, so that a step is a function
+of (weights, moments, batch, seed, step) and a resumed run repeats the unbroken one.
 
 With `input = upstream` and spans of one block this is one forward pass through the stack, with a detach between blocks and a backward pass
 per block as soon as its loss is there: the arithmetic of end-to-end training, and one block's activations at a time.
@@ -40,7 +40,14 @@ class BlockTrainer:
     """Trains spans of a stack's blocks, and the interface unless it is frozen."""
 
     def __init__(
-        self, stack: BlockStack, config: RunConfig, partition: Partition, spans: Sequence[Span], hardware: Hardware, *, train_interface: bool = True
+        self,
+        stack: BlockStack,
+        config: RunConfig,
+        partition: Partition,
+        spans: Sequence[Span],
+        hardware: Hardware,
+        *,
+        train_interface: bool = True,
     ) -> None:
         self.stack = stack
         self.config = config
