@@ -1,0 +1,172 @@
+"""Runs in one process: resume repeats the unbroken run, whatever the order, objective, optimizer and precision."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blocktrain.config import RunConfig
+from blocktrain.errors import CheckpointError
+from blocktrain.training.checkpoint import load_run
+from blocktrain.training.data import load_corpus
+from blocktrain.training.evaluate import evaluate
+from blocktrain.training.run import TrainingRun
+from tests.conftest import CLEAN, PAPER, tiny_config
+
+
+def ignore(_: object) -> None:
+    return None
+
+
+def train(folder: Path, config: RunConfig, text: Path, stop_after: int | None = None) -> bool:
+    """Train, or stop after so many steps as Ctrl-C does."""
+    taken: list[int] = []
+    run = TrainingRun(
+        folder,
+        config,
+        load_corpus(str(text)),
+        report=lambda step: taken.append(step.updates),
+        stopped=lambda: stop_after is not None and len(taken) >= stop_after,
+    )
+    return run.train()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "clean": {"objective": CLEAN},
+    "spans": {"objective": {**CLEAN, "span": 2}},
+    "paper": {"objective": PAPER},
+    "adamw": {"objective": PAPER, "train": {"optimizer": "adamw"}},
+    "ema": {"objective": CLEAN, "train": {"ema": 0.9}},
+    "private": {"objective": {**CLEAN, "private_layers": 1}},
+    "information": {"objective": PAPER, "noise": {"partition": "information", "information_fit_at": 0.3}},
+    "sequential": {"objective": PAPER, "train": {"order": "sequential"}},
+    "sequential upstream": {"objective": CLEAN, "train": {"order": "sequential", "ema": 0.9}},
+    "window": {"objective": {**PAPER, "input": "upstream", "window": 8}},
+    "mse": {"objective": {**PAPER, "loss": "embedding_mse"}},
+    "bfloat16": {"objective": CLEAN, "train": {"precision": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_ends_in_the_weights_of_the_unbroken_one(kind: str, text: Path, tmp_path: Path):
+    config = tiny_config(**KINDS[kind])
+    assert train(tmp_path / "whole", config, text)
+    for _ in range(40):  # stop again and again: inside a phase, at its edge, before the first checkpoint
+        if train(tmp_path / "broken", config, text, stop_after=7):
+            break
+    else:
+        pytest.fail("never finished")
+    whole, broken = (load_run(tmp_path / name, ignore) for name in ("whole", "broken"))
+    assert broken.model_digest == whole.model_digest
+    assert broken.partition == whole.partition
+    same = {"updates", "bytes_seen", "training_flops", "config_digest", "fitted"}
+    assert broken.progress.model_dump(include=same) == whole.progress.model_dump(include=same)
+    lines = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "broken")]
+    assert [line["updates"] for line in lines[1]] == [line["updates"] for line in lines[0]]
+    assert [line["ce"] for line in lines[1]] == [line["ce"] for line in lines[0]]
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_be_lengthened(text: Path, tmp_path: Path):
+    config = tiny_config(objective=CLEAN)
+    train(tmp_path / "run", config, text)
+    digest = load_run(tmp_path / "run", ignore).model_digest
+    assert train(tmp_path / "run", config, text)
+    assert load_run(tmp_path / "run", ignore).model_digest == digest
+    longer = tiny_config(objective=CLEAN, train={"steps": 16})
+    assert train(tmp_path / "run", longer, text)
+    assert load_run(tmp_path / "run", ignore).progress.updates == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"model": {"width": 64}}, "model.width"), ({"seed": 5}, "seed"), ({"train": {"optimizer": "adamw"}}, "train.optimizer"), ({"train": {"steps": 3}}, "train.steps")],
+)
+def test_what_cannot_be_changed_on_the_way_is_refused(change: dict[str, Any], word: str, text: Path, tmp_path: Path):
+    train(tmp_path / "run", tiny_config(objective=CLEAN), text)
+    with pytest.raises(CheckpointError, match=word):
+        train(tmp_path / "run", tiny_config(objective=CLEAN, **change) if "train" in change or "seed" in change or "model" in change else None, text)
+
+
+def test_another_text_is_refused(text: Path, tmp_path: Path):
+    train(tmp_path / "run", tiny_config(objective=CLEAN), text, stop_after=3)
+    text.write_text(text.read_text()[100:])
+    with pytest.raises(CheckpointError, match="not the one"):
+        train(tmp_path / "run", tiny_config(objective=CLEAN), text)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(text: Path, tmp_path: Path):
+    config = tiny_config(objective=CLEAN)
+    train(tmp_path / "whole", config, text)
+    train(tmp_path / "run", config, text, stop_after=11)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    path = newest / "block-001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1  # one flipped bit
+    path.write_bytes(data)
+    said: list[str] = []
+    older = load_run(tmp_path / "run", said.append)
+    assert older.progress.updates < 11
+    assert "block-001.safetensors" in said[0]
+    assert train(tmp_path / "run", config, text)
+    assert load_run(tmp_path / "run", ignore).model_digest == load_run(tmp_path / "whole", ignore).model_digest
+
+
+def test_with_every_checkpoint_damaged_the_run_says_which_file(text: Path, tmp_path: Path):
+    train(tmp_path / "run", tiny_config(objective=CLEAN), text)
+    for path in (tmp_path / "run" / "checkpoints").glob("*/progress.json"):
+        path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match=r"progress\.json"):
+        load_run(tmp_path / "run", ignore)
+
+
+def test_the_interface_does_not_drift_under_finished_blocks(text: Path, tmp_path: Path):
+    """One after another: trained with the first block, frozen for the others. Together: one interface, not one a block."""
+    config = tiny_config(objective=PAPER, train={"order": "sequential"})
+    digests = set()
+    for steps in (12, 12, 12):
+        train(tmp_path / "run", config, text, stop_after=steps)
+        newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+        digests.add(json.loads((newest / "progress.json").read_text())["files"]["interface.safetensors"])
+    assert len(digests) == 1
+
+
+def test_all_five_numbers_and_their_relations(text: Path, tmp_path: Path):
+    """A run and its reference, evaluated: keys as promised, figures consistent with one another."""
+    from blocktrain.config import reference_config
+
+    config = tiny_config(objective=PAPER, train={"steps": 30})
+    corpus = load_corpus(str(text))
+    train(tmp_path / "run", config, text)
+    run = load_run(tmp_path / "run", ignore)
+    without = evaluate(run, corpus, ignore).to_json()
+    assert without["gap"] is None
+    assert without["reference_ce"] is None
+    train(tmp_path / "run" / "reference", reference_config(config), text)
+    figures = evaluate(run, corpus, ignore).to_json()
+    promised = "headline_ce perplexity bits_per_byte oracle_ce rollout_ce best_single_block_ce composition_gain reference_ce gap ngram_ce "
+    promised += "bytes_seen training_flops parameters seed config_digest"
+    assert set(promised.split()) <= set(figures)
+    assert len(figures["rollout_ce"]) == len(figures["oracle_ce"]) == 3
+    assert figures["headline_ce"] == figures["rollout_ce"][-1]
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["headline_ce"]))
+    assert figures["bits_per_byte"] == pytest.approx(figures["headline_ce"] / math.log(2))
+    assert figures["composition_gain"] == pytest.approx(figures["best_single_block_ce"] - figures["headline_ce"])
+    assert figures["gap"] == pytest.approx(figures["headline_ce"] - figures["reference_ce"])
+    assert figures["noise_draws"] == 8
+    assert all(spread > 0 for spread in figures["rollout_std"])  # more than one draw was taken
+    assert figures["bytes_seen"] == 30 * 4 * 32
+    assert [b["block"] for b in figures["sigma_bins"]] == sorted((b["block"] for b in figures["sigma_bins"]), reverse=True)
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_inside_a_span_there_is_no_read_out(text: Path, tmp_path: Path):
+    config = tiny_config(objective={**CLEAN, "span": 2})
+    train(tmp_path / "run", config, text)
+    result = evaluate(load_run(tmp_path / "run", ignore), load_corpus(str(text)), ignore)
+    assert result.rollout_ce[0] is None
+    assert result.oracle_ce is None
+    assert result.best_single_block_ce == result.rollout_ce[1]

@@ -1,0 +1,94 @@
+"""Layers and stack: identity at the start, the cache agrees with the whole pass, weights depend on (seed, block) alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blocktrain.config import ModelConfig
+from blocktrain.model.layers import rotary_table, rotate
+from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
+
+SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8)
+
+
+def scrambled(mlp: str = "relu2", private: int = 0) -> BlockStack:
+    stack = BlockStack(SHAPE.model_copy(update={"mlp": mlp}), seed=0, private_layers=private)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in stack.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+    return stack.eval()
+
+
+def test_a_fresh_block_is_the_identity():
+    stack = BlockStack(SHAPE, seed=0)
+    x = torch.randn(2, 16, 32)
+    assert torch.equal(stack.block(1)(x, None), x)
+    assert torch.equal(stack.block(1)(x, torch.randn(2, 1, 8)), x)
+
+
+@pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
+@pytest.mark.parametrize("chunks", [[16], [1] * 16, [5, 1, 10]])
+def test_cached_steps_equal_the_whole_pass(mlp: str, chunks: list[int]):
+    stack = scrambled(mlp, private=1)
+    block, caches = stack.block(0), stack.caches()[0]
+    x, noise = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2)), torch.randn(2, 1, 8)
+    whole = block(x, noise)
+    pieces = [block(part, noise, caches) for part in x.split(chunks, dim=1)]
+    assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-5)
+    features = torch.cat([block.features(part, noise, caches) for part in whole.split(chunks, dim=1)], dim=1)
+    assert torch.allclose(features, block.features(whole, noise), atol=1e-5)
+
+
+def test_a_truncated_cache_goes_on_from_there():
+    block, caches = scrambled().block(0), scrambled().caches()[0]
+    x = torch.randn(1, 16, 32)
+    block(x[:, :12], None, caches)
+    caches.truncate(8)
+    assert caches.length == 8
+    assert torch.allclose(block(x[:, 8:], None, caches), block(x, None)[:, 8:], atol=1e-5)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    cos, sin = rotary_table(32, 8)
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 1, 1, 8, generator=g), torch.randn(1, 1, 1, 8, generator=g)
+
+    def score(i: int, j: int) -> float:
+        return float((rotate(q, cos[i : i + 1], sin[i : i + 1]) * rotate(k, cos[j : j + 1], sin[j : j + 1])).sum())
+
+    assert score(5, 2) == pytest.approx(score(25, 22), abs=1e-5)
+    assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-3)
+
+
+def test_a_block_has_the_same_weights_whoever_makes_it():
+    whole, alone = BlockStack(SHAPE, seed=7), BlockStack(SHAPE, seed=7, blocks=[2])
+    assert alone.held == [2]
+    for name, p in alone.state_dict().items():
+        assert torch.equal(p, whole.state_dict()[name]), name
+    other = BlockStack(SHAPE, seed=8, blocks=[2])
+    assert not torch.equal(other.block(2).layers[0].attention.query.weight, whole.block(2).layers[0].attention.query.weight)
+
+
+def test_making_a_stack_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    before = torch.rand(1)
+    torch.manual_seed(3)
+    BlockStack(SHAPE, seed=0)
+    assert torch.equal(torch.rand(1), before)
+
+
+def test_private_layers_are_in_every_block_but_the_last():
+    stack = BlockStack(SHAPE, seed=0, private_layers=2)
+    assert [len(stack.block(b).private) for b in range(3)] == [2, 2, 0]
+
+
+def test_swiglu_has_about_the_parameters_of_relu2():
+    a, b = (parameter_count(BlockStack(ModelConfig(mlp=kind), seed=0)) for kind in ("relu2", "swiglu"))
+    assert a == pytest.approx(b, rel=0.02)
+
+
+def test_layer_flops_count_two_per_weight_and_causal_attention():
+    width, hidden, t = 32, 128, 16
+    assert layer_flops(SHAPE) == 2 * (4 * width**2 + 2 * width * hidden) + 2 * width * t
