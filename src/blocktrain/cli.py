@@ -158,6 +158,78 @@ def generate(
     return 0
 
 
+@app.command
+def memory(
+    run: Annotated[Path | None, Parameter(help="Run folder whose run.toml gives the shape.")] = None,
+    *,
+    preset: Annotated[str | None, Parameter(help=f"Shape of a preset: {', '.join(PRESETS)}.")] = None,
+    params: Annotated[float | None, Parameter(help="Only a number of parameters, such as 75.8e9; needs --blocks.")] = None,
+    blocks: Annotated[int | None, Parameter(help="Blocks the parameters are cut into evenly.")] = None,
+    dtype: Annotated[str | None, Parameter(help="float32, bfloat16, float16 or mixed; default: what training would take here.")] = None,
+    optimizer: Annotated[Literal["adamw", "muon"] | None, Parameter(help="For --params; a run has its own.")] = None,
+    set_: Settings = (),
+    measure: Annotated[bool, Parameter(negative=(), help="Also run real steps in fresh processes and print their peaks.")] = False,
+    paper: Annotated[bool, Parameter(negative=(), help="Also the arithmetic of the paper's two figures.")] = False,
+    json_: Json = False,
+) -> int:
+    """What one active worker holds, and what the end-to-end stack would: weights, gradients, moments, activations."""
+    from blocktrain.report import memory as accounting
+
+    if params is not None:
+        for flag, value in (("RUN", run), ("--preset", preset), ("--set", set_), ("--measure", measure)):
+            if value:
+                raise ConfigError(f"{flag}: cannot be given with --params, which is a bare number of parameters")
+        if blocks is None:
+            raise ConfigError("--blocks: needed with --params, for example --params 75.8e9 --blocks 8")
+        report = accounting.shape_report(params, blocks, dtype or "float32", optimizer or "adamw")
+    else:
+        for flag, value in (("--blocks", blocks), ("--optimizer", optimizer)):
+            if value is not None:
+                raise ConfigError(f"{flag}: goes with --params; for a run or preset use --set model.blocks=N or --set train.optimizer=NAME")
+        if run is not None and preset is not None:
+            raise ConfigError("--preset: give a run folder or a preset, not both")
+        fields = read_toml(_existing(run)) if run is not None else preset_fields(preset or "default")
+        for text in set_:
+            fields = merge_fields(fields, parse_assignment(text))
+        report = accounting.memory_report(make_config(fields, "--set" if set_ else str(run or preset)), dtype=dtype, measure=measure)
+    figures = accounting.paper_figures() if paper else []
+    if json_:
+        print(json.dumps(report.to_json() | ({"paper": [figure.to_json() for figure in figures]} if paper else {})))
+        return 0
+    out.print(accounting.render(report))
+    for figure in figures:
+        out.print(_paper_line(figure), markup=False)
+    return 0
+
+
+def _paper_line(figure: Any) -> str:
+    low, high = figure.lowest_and_highest
+    shape = f"{figure.model.blocks} blocks x {figure.model.layers_per_block} layers, width {figure.model.width}"
+    return (
+        f"paper: {figure.name} {figure.paper_gib} GiB. At {figure.bytes_per_parameter} B a parameter that is {low:,} to {high:,} parameters. "
+        f"Our reconstruction: {shape}, {figure.num_parameters:,} parameters = {figure.gib:.3f} GiB ({figure.note})."
+    )
+
+
+@app.command
+def bench(
+    what: Annotated[Literal["training"], Parameter(help="training: our trainer against a plain PyTorch loop, and peak memory.")],
+    *,
+    quick: Annotated[bool, Parameter(negative=(), help="Smaller shapes.")] = False,
+    json_: Json = False,
+) -> int:
+    """Measure, print tables with each figure beside its goal, then one JSON line. Exit code 1 if a goal is missed."""
+    from blocktrain.report.bench_training import bench_training, render
+
+    say("bench training: takes minutes; other work on this machine makes it noisy")
+    result = bench_training(quick=quick)
+    if not json_:
+        for table in render(result):
+            out.print(table)
+    print(json.dumps(result))
+    return 0 if all(goal["met"] for goal in result["goals"]) else 1
+
+
 def _collect(ids: Iterator[int], into: list[int]) -> Iterator[int]:
     for one in ids:
         into.append(one)

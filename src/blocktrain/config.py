@@ -350,3 +350,22 @@ def _toml_value(value: Any) -> str:
         assert math.isfinite(value)
         return repr(value)
     return str(value)
+
+
+def settings_markdown() -> str:
+    """docs/settings.md: every setting with its default and meaning, from the fields above."""
+    lines = ["# Settings", "", "Every setting of `run.toml`. `--set section.field=value` goes through the same checks.", ""]
+    lines += ["This page is made from `src/blocktrain/config.py`; a test holds them together.", "", f"`seed` (default 0): {_description(RunConfig, 'seed')}."]
+    for name, section in RunConfig():
+        if isinstance(section, Section):
+            lines += ["", f"## [{name}]", "", "| setting | default | meaning |", "| --- | --- | --- |"]
+            lines += [f"| `{key}` | `{_toml_value(value)}` | {_description(type(section), key)} |" for key, value in section]
+    lines += ["", "## Presets", "", "`--preset NAME` starts a new run from these differences to the defaults.", ""]
+    for name, tables in PRESETS.items():
+        changes = [f"`{section}.{key} = {_toml_value(value)}`" for section, fields in tables.items() for key, value in fields.items()]
+        lines.append(f"* **{name}**: {', '.join(changes) or 'the defaults'}")
+    return "\n".join(lines) + "\n"
+
+
+def _description(section: type[BaseModel], key: str) -> str:
+    return (section.model_fields[key].description or "").replace("|", "\\|")

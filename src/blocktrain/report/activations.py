@@ -1,13 +1,14 @@
 """What autograd keeps for the backward pass of one span, line by line, in bytes.
 
-N batch, T positions, M = N T rows, D width, E target-embedding width, F feed-forward width, H heads, C noise-level embedding width, V vocabulary.
+N batch, T positions, M = N T rows, D width, E target-embedding width, F feed-forward width, H heads, C noise-level embedding width,
+V vocabulary (256 bytes).
 
 A formula and no trace, so that it answers for shapes that no machine here can hold. Each line below is a tensor that one operation of
-`model/layers.py`, `training/composition.py` or `training/objective.py` saves; a test compares the sum with `saved_tensors_hooks` on real steps. Attention is
-the flash kernel's: it keeps its inputs, its output and one number per row and head, never a T x T matrix.
+`model/layers.py`, `training/composition.py` or `training/objective.py` saves; a test compares the sum with `saved_tensors_hooks` on real steps.
+Attention is the flash kernel's: it keeps its inputs, its output and one number per row and head, never a T x T matrix.
 
-Left out on purpose: parameters, byte ids, numbers per batch (a few bytes), and what lives for an instant inside an operation (a gradient on its way, the logits
-before their log-softmax). The frozen prefix saves nothing.
+Left out on purpose: parameters, byte ids, numbers per batch (a few bytes), and what lives for an instant inside an operation (a gradient on its
+way, the logits before their log-softmax). The frozen prefix saves nothing.
 """
 
 from __future__ import annotations

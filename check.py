@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Make a virtual environment in .venv-check and run every check and test of BlockTrain in it.
+
+    python3 check.py            everything
+    python3 check.py PYTEST...  only pytest, with these arguments (the environment is reused)
+
+Needs Python 3.11 or later and a package registry; nothing else. Exits with the first failing check's code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ENVIRONMENT = ROOT / ".venv-check"
+BIN = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
+
+
+def run(title: str, *command: str | Path) -> None:
+    """Run one check; stop at the first that fails."""
+    print(f"== {title}", flush=True)
+    began = time.monotonic()
+    code = subprocess.run([str(part) for part in command], cwd=ROOT, check=False).returncode
+    print(f"== {title}: {'ok' if code == 0 else f'FAILED ({code})'}, {time.monotonic() - began:.0f} s", flush=True)
+    if code:
+        sys.exit(code)
+
+
+def make_environment() -> None:
+    """Create or refresh the environment when what is installed in it has changed."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()).hexdigest()
+    stamp = ENVIRONMENT / "installed"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    if not (BIN / "python").exists():
+        venv.create(ENVIRONMENT, with_pip=True)
+    run("install", BIN / "python", "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[dev,wiki,data]")
+    stamp.write_text(wanted)
+
+
+def main() -> None:
+    if sys.version_info < (3, 11):
+        sys.exit("check.py: needs Python 3.11 or later, this is " + sys.version.split()[0])
+    make_environment()
+    if sys.argv[1:]:
+        run("tests", BIN / "python", "-m", "pytest", *sys.argv[1:])
+        return
+    run("lint", BIN / "ruff", "check", "--quiet", ".")
+    run("format", BIN / "ruff", "format", "--check", "--quiet", ".")
+    run("floors", BIN / "lint-imports", "--no-cache")
+    run("types", BIN / "basedpyright", "--level", "error")
+    run("tests", BIN / "python", "-m", "pytest", "--durations=10")
+
+
+if __name__ == "__main__":
+    main()

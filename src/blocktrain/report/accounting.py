@@ -1,0 +1,166 @@
+"""Who holds what of a run, in bytes: parameters, gradients, optimizer moments, and the activations of `report/activations.py`.
+
+Three holdings are counted:
+
+  worker   one span: its blocks and the interface in training, and, where blocks are chained, the frozen weights before it
+  machine  the run on one machine: the same where blocks are trained one after another; where they are interleaved, every block with its
+           gradients and moments, but one span's activations at a time
+  full     the end-to-end Transformer of the same layers: the worker of one span over everything, under `reference_config`
+
+Parameter counts come from the real modules (on the meta device, so any shape can be asked for), and only what a loss reaches has a gradient and
+moments. All of it is checked against real steps.
+
+Left out on purpose: the numbers with which optimizers count steps, rotary tables, library workspaces, what lives for an instant inside an
+operation or an optimizer, and `train.ema` (one more copy of the weights).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from blocktrain.config import RunConfig
+from blocktrain.model.layers import TransformerLayer
+from blocktrain.model.transformer import DenoisingBlock, Interface, parameter_count
+from blocktrain.report.activations import Precision, span_activations
+from blocktrain.training.objective import Span, spans_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One row: a piece of the model and the bytes it takes. `activations` is None where the shape is not known."""
+
+    name: str
+    num_parameters: int
+    parameters: int
+    gradients: int
+    moments: int
+    activations: int | None
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.moments + (self.activations or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Who holds which parts."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> Part:
+        known = [part.activations for part in self.parts if part.activations is not None]
+        return Part(
+            "total",
+            num_parameters=sum(part.num_parameters for part in self.parts),
+            parameters=sum(part.parameters for part in self.parts),
+            gradients=sum(part.gradients for part in self.parts),
+            moments=sum(part.moments for part in self.parts),
+            activations=sum(known) if known else None,
+        )
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "parts": [part.to_json() for part in self.parts], "total": self.total.to_json()}
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a piece: all, those that Muon may train, and those that the loss reaches."""
+
+    all: int
+    matrices: int
+    reached: int
+
+    def part(self, name: str, p: Precision, optimizer: str, activations: int) -> Part:
+        """This piece in training: Muon has one moment per number of a matrix, AdamW two per number."""
+        moments = 2 * self.reached - (self.matrices if optimizer == "muon" else 0)
+        return Part(name, self.all, self.all * p.weights, self.reached * p.gradients, moments * p.moments, activations)
+
+    def frozen(self, name: str, p: Precision) -> Part:
+        return Part(name, self.all, self.all * p.weights, 0, 0, 0)
+
+
+def count_layer(config: RunConfig) -> Count:
+    """One transformer layer. Without a noise level the modulation is its bias alone."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        layer = TransformerLayer(config.model)
+        block = DenoisingBlock(config.model.model_copy(update={"layers_per_block": 1}))
+    unreached = 0 if config.objective.noisy else layer.modulation.weight.numel()
+    return Count(parameter_count(layer), sum(p.numel() for p in block.matrices()), parameter_count(layer) - unreached)
+
+
+def count_interface(config: RunConfig, first: int = 0) -> Count:
+    """The interface, trained from block `first` on. Which of its tables a loss reaches depends on the loss and on where its gradient ends."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        interface = Interface(config.model)
+    mse = config.objective.loss == "embedding_mse"
+    unreached: list[nn.Module] = [interface.head, interface.targets] if mse else [interface.denoised]
+    if config.objective.input == "upstream" and first:
+        unreached.append(interface.tokens)
+    if not config.objective.noisy:
+        unreached += [interface.targets, interface.enter, interface.noise]
+    total = parameter_count(interface)
+    return Count(total, 0, total - sum(parameter_count(m) for m in unreached) - (0 if mse else interface.log_sharpness.numel()))
+
+
+def count_blocks(config: RunConfig, blocks: range) -> Count:
+    """Some consecutive blocks, each with its gain and, unless it is the last of the stack, its private layers."""
+    last = config.model.blocks - 1 in blocks
+    layers = len(blocks) * config.model.layers_per_block + (len(blocks) - last) * config.objective.private_layers
+    layer, gains = count_layer(config), config.model.width * len(blocks)
+    return Count(layers * layer.all + gains, layers * layer.matrices, layers * layer.reached + gains)
+
+
+def blocks_name(blocks: range) -> str:
+    """`block 2`, or `blocks 2-4`, for people."""
+    return f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"
+
+
+def count_trained(config: RunConfig, blocks: range, ends: int) -> Count:
+    """Blocks in training, of which the last `ends` end a span: only through those do losses reach a block's gain and private layers."""
+    objective, model = config.objective, config.model
+    unheard = len(blocks) - ends
+    count, layer = count_blocks(config, blocks), count_layer(config)
+    skipped = unheard * objective.private_layers
+    return Count(count.all, count.matrices - skipped * layer.matrices, count.reached - skipped * layer.reached - unheard * model.width)
+
+
+def span_holding(config: RunConfig, span: Span, p: Precision, name: str) -> Holding:
+    """The interface and the blocks of a span in training, and the frozen blocks in front of it where blocks are chained."""
+    interface_bytes, block_bytes = span_activations(config, span, p)
+    optimizer, blocks, before = config.train.optimizer, range(*span), range(span[0])
+    parts = [count_interface(config, span[0]).part("interface", p, optimizer, interface_bytes)]
+    if config.objective.input == "upstream" and before:
+        parts.append(count_blocks(config, before).frozen(f"{blocks_name(before)}, frozen", p))
+    return Holding(name, (*parts, count_trained(config, blocks, 1).part(blocks_name(blocks), p, optimizer, block_bytes)))
+
+
+def machine_holding(config: RunConfig, p: Precision) -> Holding:
+    """This run on one machine."""
+    if config.train.order == "sequential":
+        return dataclasses.replace(span_holding(config, largest_span(config, p), p, ""), name="this run, one block after another")
+    spans, blocks = spans_of(config.model.blocks, config.objective.span), range(config.model.blocks)
+    interface_bytes, block_bytes = max((span_activations(config, span, p) for span in spans), key=sum)
+    parts = (
+        count_interface(config).part("interface", p, config.train.optimizer, interface_bytes),
+        count_trained(config, blocks, len(spans)).part(blocks_name(blocks), p, config.train.optimizer, block_bytes),
+    )
+    return Holding("this run, every block at each step", parts)
+
+
+def largest_span(config: RunConfig, p: Precision) -> Span:
+    """The span whose worker holds most: later ones have more frozen weights before them, only the very last has no private layers."""
+    spans = spans_of(config.model.blocks, config.objective.span)
+    return max({spans[0], *spans[-2:]}, key=lambda span: (span_holding(config, span, p, "").total.total, -span[0]))

@@ -1,0 +1,61 @@
+"""What the documents promise is run: commands exist, settings are described, links lead somewhere, names are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from blocktrain import cli
+from blocktrain.config import RunConfig, make_config, merge_fields, parse_assignment, preset_fields, settings_markdown
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def shell_lines() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", "".join(page.read_text() for page in PAGES), re.S)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_settings_page_is_the_code():
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_markdown(), "run: python -c 'from blocktrain.config import settings_markdown; ...'"
+
+
+def test_every_setting_is_described():
+    for _, section in RunConfig():
+        for name, field in getattr(type(section), "model_fields", {}).items():
+            assert field.description, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_every_command_in_the_documents_parses(capsys: pytest.CaptureFixture[str]):
+    """Each `blocktrain ...` line binds to a command with exactly these flags; its settings pass the checks."""
+    commands = [part.strip() for line in shell_lines() for part in line.split("&&") if "blocktrain " in part and "pip" not in part]
+    assert len(commands) >= 5
+    for text in commands:
+        tokens = shlex.split(text)[1:]
+        cli.app.parse_args(tokens, exit_on_error=False, print_error=False)
+        sets = [tokens[i + 1] for i, token in enumerate(tokens) if token == "--set"]
+        fields = preset_fields(tokens[tokens.index("--preset") + 1]) if "--preset" in tokens else {}
+        for one in sets:
+            fields = merge_fields(fields, parse_assignment(one))
+        make_config(fields, text)
+
+
+def test_the_check_command_is_the_one_that_ci_runs():
+    assert "python3 check.py" in shell_lines()
+    assert "python3 check.py" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_files_named_in_the_documents_exist():
+    for page in PAGES:
+        for name in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"

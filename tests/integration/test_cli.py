@@ -1,0 +1,128 @@
+"""The command line as a user meets it: figures on stdout, one-line errors, exit codes, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blocktrain import cli
+from tests.faults.test_kill import SETTINGS
+
+SETS = [f"--set={s}" for s in SETTINGS]
+QUICK = [*SETS, "--set=train.steps=4"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *tokens: str) -> tuple[int, str, str]:
+    code = cli.run(list(tokens))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    folder = tmp_path / "run"
+    assert call(capsys, "train", str(folder), "--data", str(text), "--json", *QUICK)[0] == 0
+    return folder
+
+
+def test_train_evaluate_generate(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = str(tmp_path / "run")
+    code, out, err = call(capsys, "train", folder, "--data", str(text), "--reference", *QUICK)
+    assert code == 0, err
+    for words in ("oracle CE", "rollout CE", "headline CE", "composition gain", "gap", "n-gram", "sample"):
+        assert words in out
+    assert "step 4/4" in err
+    code, out, _ = call(capsys, "evaluate", folder, "--json")
+    figures = json.loads(out)
+    assert code == 0
+    assert figures["gap"] is not None
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text()) == figures
+    code, out, _ = call(capsys, "generate", folder, "--prompt", "one and", "--max-bytes", "20", "--json")
+    made = json.loads(out)
+    assert (code, made["bytes"], made["mode"]) == (0, 20, "exact")
+    again = call(capsys, "generate", folder, "--prompt", "one and", "--max-bytes", "20")[1]
+    assert again == made["text"] + "\n"
+
+
+def test_the_same_command_again_goes_on_and_presets_may_be_repeated(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["train", str(tmp_path / "run"), "--preset", "smoke", "--data", str(text), "--json", *QUICK]
+    first, second = (json.loads(call(capsys, *arguments)[1]) for _ in range(2))
+    assert first == second
+    code, _, err = call(capsys, "train", str(tmp_path / "run"), "--preset", "paper")
+    assert code == 2
+    assert "--preset" in err
+
+
+def test_a_setting_changed_in_the_file_is_used_and_said(run: Path, capsys: pytest.CaptureFixture[str]):
+    path = run / "run.toml"
+    path.write_text(path.read_text().replace("steps = 4", "steps = 6").replace("log_every = 1", "log_every = 2"))
+    code, _, err = call(capsys, "train", str(run), "--json")
+    assert code == 0
+    assert "train.steps: 4 -> 6" in err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (["evaluate", "nowhere"], ["nowhere", "blocktrain train"]),
+        (["generate", "nowhere", "--prompt", "x"], ["nowhere"]),
+        (["train", "r", "--data", "no-such-text"], ["no-such-text"]),
+        (["train", "r", "--preset", "lapto"], ["lapto", "laptop"]),
+        (["train", "r", "--set", "train.stpes=3"], ["train.stpes", "steps"]),
+        (["train", "r", "--set", "train.steps=many"], ["train.steps", "many"]),
+        (["train", "r", "--config", "none.toml"], ["none.toml"]),
+        (["train", "r", "--colour", "blue"], ["--colour"]),
+        (["train"], ["RUN"]),
+        (["generate", "r", "--prompt", "x", "--temperature", "hot"], ["hot"]),
+        (["generate", "r", "--prompt", "x", "--temperature", "nan"], ["--temperature"]),
+        (["generate", "r", "--prompt", "x", "--max-bytes", "-1"], ["--max-bytes"]),
+        (["generate", "r", "--prompt", "x", "--top-p", "2"], ["--top-p"]),
+        (["generate", "r", "--prompt", "x", "--mode", "magic"], ["magic"]),
+        (["nonsense"], ["nonsense"]),
+        (["memory", "--params", "lots", "--blocks", "3"], ["lots"]),
+        (["bench", "nothing"], ["nothing"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tokens: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *tokens)
+    assert code == 2, out + err
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    assert all(word in err for word in words), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "r").exists()  # nothing is left behind by a command that could not work
+
+
+def test_an_untrained_folder_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("seed = 1\n")
+    code, _, err = call(capsys, "evaluate", str(tmp_path / "run"))
+    assert code == 2
+    assert "no checkpoint yet" in err
+
+
+def test_evaluate_may_change_how_a_run_is_read_but_not_what_it_is(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = str(tmp_path / "run")
+    paper = [f"--set=objective.{s}" for s in ("input=independent", "denoise_weight=1.0", "anchor_weight=0.0", "start=noise", "span=1")]
+    call(capsys, "train", folder, "--data", str(text), "--json", *QUICK, *paper)
+    saved = (tmp_path / "run" / "evaluation.json").read_text()
+    code, out, _ = call(capsys, "evaluate", folder, "--json", "--set", "objective.start=zero")
+    assert code == 0
+    assert json.loads(out)["noise_draws"] == 1
+    assert (tmp_path / "run" / "evaluation.json").read_text() == saved
+    code, _, err = call(capsys, "evaluate", folder, "--set", "noise.sigma_max=20.0")
+    assert code == 2
+    assert "noise.sigma_max" in err
+
+
+def test_help_answers_without_loading_torch():
+    import subprocess
+    import sys
+
+    code = "import sys; from blocktrain import cli; cli.run(['train', '--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--preset" in done.stdout
