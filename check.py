@@ -45,7 +45,7 @@ def make_environment() -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (whoever starts this may have an older one)
         sys.exit("check.py: needs Python 3.11 or later, this is " + sys.version.split()[0])
     make_environment()
     if sys.argv[1:]:

@@ -39,7 +39,7 @@ STOPPED = 130
 
 app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
-out = Console(highlight=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 Run = Annotated[Path, Parameter(help="Run folder (made if it is not there).")]
 Settings = Annotated[
@@ -76,6 +76,7 @@ def say(message: str) -> None:
 @app.command
 def train(
     run: Run,
+    /,
     *,
     preset: Annotated[str | None, Parameter(help=f"One of {', '.join(PRESETS)}. Only for a new run.")] = None,
     config: Annotated[Path | None, Parameter(help="A run.toml to start from. Only for a new run.")] = None,
@@ -106,6 +107,7 @@ def train(
 @app.command
 def evaluate(
     run: Run,
+    /,
     *,
     set_: Annotated[
         tuple[str, ...],
@@ -130,6 +132,7 @@ def evaluate(
 @app.command
 def generate(
     run: Run,
+    /,
     *,
     prompt: Annotated[str, Parameter(help="Text to go on from.")],
     mode: Annotated[Literal["exact"], Parameter(help="exact: byte by byte from the last block's distribution.")] = "exact",
@@ -161,6 +164,7 @@ def generate(
 @app.command
 def memory(
     run: Annotated[Path | None, Parameter(help="Run folder whose run.toml gives the shape.")] = None,
+    /,
     *,
     preset: Annotated[str | None, Parameter(help=f"Shape of a preset: {', '.join(PRESETS)}.")] = None,
     params: Annotated[float | None, Parameter(help="Only a number of parameters, such as 75.8e9; needs --blocks.")] = None,
@@ -248,21 +252,30 @@ def _run_settings(run: Path, preset: str | None, config: Path | None, data: str 
     existing = run / "run.toml"
     if run.exists() and not run.is_dir():
         raise ConfigError(f"{run}: is a file, a run needs a folder")
-    if existing.is_file():
-        for flag, value in (("--preset", preset), ("--config", config)):
-            if value is not None and _contradicts(existing, flag, value):
-                raise ConfigError(f"{flag}: {existing} is already there and differs; edit it, use --set, or choose another run folder")
-        fields, source = read_toml(existing), str(existing)
-    else:
-        fields = preset_fields(preset or "default")
-        source = f"preset {preset or 'default'}"
-        if config is not None:
-            fields, source = merge_fields(fields, read_toml(config)), str(config)
-    if data is not None:
-        fields, source = merge_fields(fields, {"data": {"corpus": data}}), f"{source} with --data"
+    start = preset_fields(preset or "default")
+    source = f"preset {preset or 'default'}"
+    if config is not None:
+        start, source = merge_fields(start, read_toml(config)), str(config)
+    over: dict[str, Any] = {"data": {"corpus": data}} if data is not None else {}
     for text in sets:
-        fields, source = merge_fields(fields, parse_assignment(text)), f"{source} with --set"
-    return make_config(_absolute_paths(fields), source)
+        over = merge_fields(over, parse_assignment(text))
+    if not existing.is_file():
+        return make_config(_absolute_paths(merge_fields(start, over)), f"{source} with --set" if sets else source)
+    have = read_toml(existing)
+    if preset is not None or config is not None:
+        _refuse_contradiction(existing, have, merge_fields(start, over), "--config" if config else "--preset")
+    return make_config(_absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
+
+
+def _refuse_contradiction(existing: Path, have: dict[str, Any], wanted: dict[str, Any], flag: str) -> None:
+    """The same command twice goes on; a preset or file that says something else than run.toml is refused, naming the setting."""
+    for section, fields in wanted.items():
+        for key, value in fields.items() if isinstance(fields, dict) else ():
+            if section != "data" and key in have.get(section, {}) and have[section][key] != value:
+                found = f"{section}.{key} is {have[section][key]} there and {value} here"
+                raise ConfigError(
+                    f"{flag}: {existing} is already there and differs ({found}); leave {flag} out to go on with it, or use a new folder"
+                )
 
 
 def _absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:

@@ -355,7 +355,11 @@ def _toml_value(value: Any) -> str:
 def settings_markdown() -> str:
     """docs/settings.md: every setting with its default and meaning, from the fields above."""
     lines = ["# Settings", "", "Every setting of `run.toml`. `--set section.field=value` goes through the same checks.", ""]
-    lines += ["This page is made from `src/blocktrain/config.py`; a test holds them together.", "", f"`seed` (default 0): {_description(RunConfig, 'seed')}."]
+    lines += [
+        "This page is made from `src/blocktrain/config.py`; a test holds them together.",
+        "",
+        f"`seed` (default 0): {_description(RunConfig, 'seed')}.",
+    ]
     for name, section in RunConfig():
         if isinstance(section, Section):
             lines += ["", f"## [{name}]", "", "| setting | default | meaning |", "| --- | --- | --- |"]

@@ -85,7 +85,9 @@ def test_a_setting_changed_in_the_file_is_used_and_said(run: Path, capsys: pytes
         (["bench", "nothing"], ["nothing"]),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(tokens: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_is_one_line_and_exit_code_2(
+    tokens: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     code, out, err = call(capsys, *tokens)
     assert code == 2, out + err

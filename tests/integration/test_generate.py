@@ -89,7 +89,13 @@ def test_whatever_the_bytes_the_text_is_valid(ids: list[int], text: str):
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "max_bytes", "word"),
-    [(float("nan"), 1.0, 5, "temperature"), (-1.0, 1.0, 5, "temperature"), (1.0, 0.0, 5, "top-p"), (1.0, float("nan"), 5, "top-p"), (1.0, 1.0, 0, "max-bytes")],
+    [
+        (float("nan"), 1.0, 5, "temperature"),
+        (-1.0, 1.0, 5, "temperature"),
+        (1.0, 0.0, 5, "top-p"),
+        (1.0, float("nan"), 5, "top-p"),
+        (1.0, 1.0, 0, "max-bytes"),
+    ],
 )
 def test_bad_sampling_settings_are_named(temperature: float, top_p: float, max_bytes: int, word: str):
     with pytest.raises(ConfigError, match=word):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -83,12 +84,17 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_lengthened(text: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"model": {"width": 64}}, "model.width"), ({"seed": 5}, "seed"), ({"train": {"optimizer": "adamw"}}, "train.optimizer"), ({"train": {"steps": 3}}, "train.steps")],
+    [
+        ({"model": {"width": 64}}, "model.width"),
+        ({"seed": 5}, "seed"),
+        ({"train": {"optimizer": "adamw"}}, "train.optimizer"),
+        ({"train": {"steps": 3}}, "train.steps"),
+    ],
 )
 def test_what_cannot_be_changed_on_the_way_is_refused(change: dict[str, Any], word: str, text: Path, tmp_path: Path):
     train(tmp_path / "run", tiny_config(objective=CLEAN), text)
     with pytest.raises(CheckpointError, match=word):
-        train(tmp_path / "run", tiny_config(objective=CLEAN, **change) if "train" in change or "seed" in change or "model" in change else None, text)
+        train(tmp_path / "run", tiny_config(objective=CLEAN, **change), text)
 
 
 def test_another_text_is_refused(text: Path, tmp_path: Path):
@@ -96,6 +102,25 @@ def test_another_text_is_refused(text: Path, tmp_path: Path):
     text.write_text(text.read_text()[100:])
     with pytest.raises(CheckpointError, match="not the one"):
         train(tmp_path / "run", tiny_config(objective=CLEAN), text)
+
+
+@pytest.mark.parametrize("place", ["write_bytes", "sync_folder", "replace"])
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(place: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny_config(objective=CLEAN)
+    train(tmp_path / "whole", config, text)
+    train(tmp_path / "run", config, text, stop_after=6)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    module = "blocktrain.training.checkpoint"
+    monkeypatch.setattr(f"{module}.os.replace" if place == "replace" else f"{module}.{place}", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(tmp_path / "run", config, text)
+    monkeypatch.undo()
+    assert load_run(tmp_path / "run", ignore).progress.updates == 6
+    assert train(tmp_path / "run", config, text)
+    assert load_run(tmp_path / "run", ignore).model_digest == load_run(tmp_path / "whole", ignore).model_digest
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_so(text: Path, tmp_path: Path):

@@ -2,8 +2,8 @@
 
 Speed: tokens per second of `BlockTrainer` over a plain PyTorch loop around the same modules, optimizers and loss, in the same process, in
 alternating bursts (trainer, plain, plain, trainer, ...), so that whatever else the machine does meets both. The figure is the median of the
-ratios of neighbours. Two objectives: end-to-end (the same arithmetic, so the rest is overhead) and the default `upstream` with spans of one block
-(which also has a head and an entry of z per block: `flops_ratio` says what arithmetic alone would allow).
+ratios of neighbours. Two objectives: end-to-end (the same arithmetic, so the rest is overhead) and `upstream` with spans of one block (which also
+has a head per block: `flops_ratio` says what arithmetic alone would allow).
 
 Memory: peak of real steps in fresh processes, a block of an `independent` sequential run against its accounting and against the end-to-end step.
 Once with an allocator that gives freed tensors back (what tensors take), once with the allocator as it is; see `report/measure.py`.
@@ -61,13 +61,15 @@ class Goal:
 def speed_config(quick: bool) -> RunConfig:
     """The bench shape: D 128, 4 heads, 6 layers, T 256, batch 16."""
     model = {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 128 if quick else 256}
-    return make_config({"model": model, "train": {"batch_size": 8 if quick else 16}})
+    objective = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
+    return make_config({"model": model, "objective": objective, "train": {"batch_size": 8 if quick else 16}})
 
 
 def memory_config(quick: bool) -> RunConfig:
     """Four independent blocks, one after another, of a size beside which an interpreter is nothing: about 1 GB end to end."""
     model = {"blocks": 4, "layers_per_block": 2, "width": 256 if quick else 512, "heads": 8, "positions": 256}
-    return make_config({"model": model, "objective": {"input": "independent"}, "train": {"batch_size": 8, "order": "sequential"}})
+    objective = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise"}
+    return make_config({"model": model, "objective": objective, "train": {"batch_size": 8, "order": "sequential"}})
 
 
 class PlainLoop:

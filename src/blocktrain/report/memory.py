@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from blocktrain.config import ModelConfig, RunConfig, reference_config
@@ -223,22 +225,26 @@ def _size(count: int | None) -> str:
     return f"{count / 1024**power:,.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def render(report: MemoryReport) -> Table:
-    """The report as one table: a section for each holding, then the ratio, then what was measured."""
-    table = Table(title=f"memory, {report.dtype}, {report.optimizer}", caption=report.convention)
-    for column in ("", "parameters", "weights", "gradients", "moments", "activations", "total"):
-        table.add_column(column, justify="left" if not column else "right")
+def render(report: MemoryReport) -> Group:
+    """One narrow table for each holding, then the ratio, then what was measured."""
+    lines: list[RenderableType] = [f"memory of {report.optimizer}, {report.dtype}: {report.convention}"]
     for holding in (report.worker, report.machine, report.full):
-        if holding is None:
-            continue
-        table.add_row(holding.name, style="bold")
-        for part in (*holding.parts, holding.total):
-            sizes = (part.parameters, part.gradients, part.moments, part.activations, part.total)
-            table.add_row(f"  {part.name}", f"{part.num_parameters:,}", *map(_size, sizes), end_section=part.name == "total")
-    table.add_row("worker / end-to-end", *[""] * 5, f"{report.worker_over_full:.3f}", style="bold")
+        if holding is not None:
+            lines.append(_holding_table(holding))
+    lines.append(f"worker / end-to-end: {report.worker_over_full:.3f}")
     if report.measured:
         m = report.measured
-        table.add_row(f"measured peak: worker ({m.worker_over_accounting:.2f} of accounting)", *[""] * 5, _size(m.worker))
-        table.add_row(f"measured peak: end-to-end ({m.full_over_accounting:.2f} of accounting)", *[""] * 5, _size(m.full))
-        table.add_row("measured worker / end-to-end", *[""] * 5, f"{m.worker_over_full:.3f}", style="bold")
+        lines.append(f"measured peak, worker: {_size(m.worker)}, {m.worker_over_accounting:.2f} of its accounting")
+        lines.append(f"measured peak, end-to-end: {_size(m.full)}, {m.full_over_accounting:.2f} of its accounting")
+        lines.append(f"measured worker / end-to-end: {m.worker_over_full:.3f}")
+    return Group(*lines)
+
+
+def _holding_table(holding: Holding) -> Table:
+    table = Table(title=holding.name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0))
+    for column in ("", "parameters", "weights", "gradients", "moments", "activations", "total"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for part in (*holding.parts, holding.total):
+        sizes = (part.parameters, part.gradients, part.moments, part.activations, part.total)
+        table.add_row(part.name, f"{part.num_parameters:,}", *map(_size, sizes), style="bold" if part.name == "total" else "")
     return table

@@ -98,7 +98,17 @@ class TrainingRun:
         self.seconds = 0.0
 
     def train(self) -> bool:
-        """Train to the end; returns False if `stopped` ended it early (a checkpoint was then written)."""
+        """Train to the end; returns False if `stopped` ended it early (a checkpoint was then written).
+
+        Raises CheckpointError where the folder cannot be written or does not belong to this run; what was written before stays.
+        """
+        try:
+            return self._train()
+        except OSError as error:
+            where = error.filename or self.folder
+            raise CheckpointError(f"{where}: cannot be written ({error.strerror}); the newest checkpoint is intact, run again when cured") from None
+
+    def _train(self) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_bytes(self.folder / "run.toml", to_toml(self.config).encode())
         checkpoint = self._resume()
