@@ -4,6 +4,7 @@ BlockTrainError                 a person or a machine outside did something that
 ├── ConfigError                 a setting, its value, or two settings that contradict each other
 ├── DataError                   a corpus that is missing, empty, too short, unreadable or changed
 ├── CheckpointError             a run folder or checkpoint that is missing, damaged or of another shape
+├── ProtocolError               bytes or fields from another machine that are not what the protocol says
 └── MemoryLimitError            what was asked for does not fit, with the need and the have
 
 Each message is one line that names the setting, field or file and says what to do. The command line prints it and exits
@@ -29,6 +30,10 @@ class DataError(BlockTrainError):
 
 class CheckpointError(BlockTrainError):
     """A run folder or checkpoint cannot be used; the message names the file."""
+
+
+class ProtocolError(BlockTrainError):
+    """What came over a wire is refused; the message names the field or tensor."""
 
 
 class MemoryLimitError(BlockTrainError):
