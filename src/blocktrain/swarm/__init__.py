@@ -1,0 +1,1 @@
+"""Training over a network: rules of rounds first, the hosts that carry them later."""

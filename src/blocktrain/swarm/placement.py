@@ -1,0 +1,75 @@
+"""Which consecutive blocks a worker that asks is given: those that most need fresh work, as long a span as fits it and the run allows.
+
+A block needs work the more, the fewer updates its round can expect (from live assignees, or already here), then the fewer tokens it has
+counted. A span goes where the neediest block is; of spans that are equal in that, to where the least is expected in all, then to where the worker was
+last (it holds the version before and can fetch the difference).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blocktrain.swarm.closing import begins_from, decide_block, time_left, waiting_for
+from blocktrain.swarm.state import Assignment, Block, State, Worker
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Blocks for a worker, the time it has, and which of their rounds will wait for it."""
+
+    blocks: tuple[Block, ...]
+    time_left_s: float
+    awaited: tuple[bool, ...]
+
+
+def unfit(state: State, capacity: int) -> str:
+    """Why a worker of this capacity cannot take part; empty if it can."""
+    least = min(state.rules.min_span, len(state.blocks))
+    return "" if capacity >= least else f"the worker can hold {capacity} blocks, this run trains spans of at least {least}"
+
+
+def place(state: State, worker: Worker, now: float) -> Placement | None:
+    """The best span for this worker now, or None where it has done its part or no round has time left for it."""
+    candidates = list(_candidates(state, worker, now))
+    if not candidates:
+        return None
+    need = {block.index: (_expected(state, block, now), block.tokens) for block in state.blocks}
+
+    def rank(blocks: tuple[Block, ...]) -> tuple[object, ...]:
+        needs = [need[block.index] for block in blocks]
+        elsewhere = tuple(block.index for block in blocks) != worker.last_blocks
+        return min(needs), sum(expected for expected, _ in needs), sum(tokens for _, tokens in needs), elsewhere, blocks[0].index
+
+    best = min(candidates, key=rank)
+    left = [time_left(state.rules, block, now) for block in best]
+    # A round that ends in less than half the time of the longest is not made to wait: its block takes the update late.
+    waits = tuple(block.round is None or seconds >= max(left) / 2 for block, seconds in zip(best, left, strict=True))
+    return Placement(best, min(seconds for seconds, wait in zip(left, waits, strict=True) if wait), waits)
+
+
+def _candidates(state: State, worker: Worker, now: float) -> Iterator[tuple[Block, ...]]:
+    mine = [a for a in state.assignments.values() if a.worker == worker.name]
+    is_open = [not _took_part(mine, block) and decide_block(state, block, now).action == "wait" for block in state.blocks]
+    length = min(worker.capacity, state.rules.max_span, len(state.blocks))
+    for first in range(len(state.blocks) - length + 1):
+        blocks = state.blocks[first : first + length]
+        if all(is_open[first : first + length]) and max(time_left(state.rules, block, now) for block in blocks) >= state.rules.min_work_s:
+            yield blocks
+
+
+def _took_part(mine: list[Assignment], block: Block) -> bool:
+    """Whether the worker's update for this version of the block is accepted or on its way: one update a round."""
+    return any((a.answer is None or a.answer.accepted) and begins_from(a, block) for a in mine)
+
+
+def retry_s(state: State, now: float) -> float:
+    """How long a worker that found no place should wait before it asks again."""
+    soon = 1.0 if any(decide_block(state, block, now).action != "wait" for block in state.blocks) else math.inf
+    ends = [time_left(state.rules, block, now) for block in state.blocks if block.round]
+    return max(1.0, min(soon, state.rules.heartbeat_limit_s / 4, *ends))
+
+
+def _expected(state: State, block: Block, now: float) -> int:
+    return len(block.pending) + len(waiting_for(state, block, now))

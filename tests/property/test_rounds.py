@@ -1,0 +1,309 @@
+"""Rounds under any sequence of events: nothing accepted is lost or counted twice, no sample is leased twice, nobody blocks a round for ever.
+
+The machine below is a host with bad luck: workers come, go, die, lie and come back, decisions are carried out late or never, rules change, and
+now and then the host itself dies and starts again from its journal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from blocktrain.swarm.closing import decide
+from blocktrain.swarm.leases import Ranges
+from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
+from blocktrain.swarm.rounds import apply, figures, new_state
+from blocktrain.swarm.rules import Rules, staleness_factor
+from blocktrain.swarm.state import (
+    EVENTS,
+    Answer,
+    Ask,
+    Beat,
+    Begin,
+    ChangeRules,
+    Close,
+    Decision,
+    Event,
+    GiveBack,
+    Join,
+    Leave,
+    Push,
+    Revoke,
+    State,
+)
+
+BLOCKS, SAMPLES, TOKENS = 3, 4, 10
+RULES = Rules(deadline_s=20, deadline_min_s=5, heartbeat_limit_s=12, min_work_s=1, inner_steps=6, max_span=2, suspension_s=40, upload_limit_s=60)
+workers = st.sampled_from("abcde")
+crews = st.sets(st.sampled_from("abcde"), min_size=1)
+wrong = st.sampled_from([False] * 9 + [True])
+
+
+def steps_of(ranges: Ranges) -> set[int]:
+    return {step for first, stop in ranges for step in range(first, stop)}
+
+
+class Host(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.first = self.state = new_state(BLOCKS, 7, RULES, samples_per_step=SAMPLES, tokens_per_sample=TOKENS, now=self.now)
+        self.journal: list[str] = []
+        self.decided: list[Decision] = []  # decisions whose work is under way
+        self.accepted: Counter[tuple[str, int]] = Counter()  # (key, block)
+        self.counted: Counter[tuple[str, int]] = Counter()
+        self.dropped: Counter[tuple[str, int]] = Counter()  # by revocation
+        self.counted_steps: list[set[int]] = [set() for _ in range(BLOCKS)]
+        self.answers: dict[str, Answer] = {}  # what settled each assignment
+        self.asks = 0
+
+    def send(self, event: Event) -> Answer:
+        """One event through the journal, and what must hold of the step."""
+        self.journal.append(to_tagged_json(event))
+        before = self.state
+        self.state, answer = apply(before, event)
+        assert answer.reason and "\n" not in answer.reason
+        for old, new in zip(before.blocks, self.state.blocks, strict=True):
+            closed = isinstance(event, Close) and event.block == old.index and answer.kind == "ok"
+            assert new.version == old.version + closed
+            assert closed or new.tokens == old.tokens
+        return answer
+
+    def process(self, worker: str, wrong: bool = False) -> str:
+        """The process that speaks for a worker, or one that does not."""
+        return "wrong" if wrong or worker not in self.state.workers else self.state.workers[worker].process
+
+    def key(self, worker: str, back: int) -> str:
+        """The key of a worker's newest assignment, or of one before it; or one that nobody has."""
+        keys = sorted((a.key for a in self.state.assignments.values() if a.worker == worker), reverse=True)
+        return keys[back] if back < len(keys) else "999999999999"
+
+    # --- What happens ---
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @initialize(capacities=st.lists(st.integers(1, 4), min_size=4, max_size=4))
+    def first_workers_join(self, capacities: list[int]) -> None:
+        for name, capacity in zip("abcd", capacities, strict=True):
+            self.send(Join(self.now, name, "1", capacity))
+
+    @rule(worker=workers, process=st.sampled_from("12"), capacity=st.integers(1, 4), takeover=st.booleans())
+    def join(self, worker: str, process: str, capacity: int, takeover: bool) -> None:
+        self.send(Join(self.now, worker, process, capacity, takeover))
+
+    @rule(names=crews)
+    def beat(self, names: set[str]) -> None:
+        for name in sorted(names):
+            self.send(Beat(self.now, name, self.process(name)))
+
+    @rule(names=crews, slip=wrong)
+    def ask(self, names: set[str], slip: bool) -> None:
+        for name in sorted(names):
+            self.ask_as(name, self.process(name, slip))
+
+    def ask_as(self, worker: str, process: str) -> None:
+        self.asks += 1
+        before = self.state
+        answer = self.send(Ask(self.now, worker, process, f"{self.asks}"))
+        again = self.send(Ask(self.now, worker, process, f"{self.asks}"))
+        if answer.kind != "assigned":
+            return
+        assert again.key == answer.key and again.time_left_s == answer.time_left_s
+        work = self.state.assignments[answer.key]
+        assert work.worker == worker
+        assert work.blocks == tuple(range(work.blocks[0], work.blocks[-1] + 1))
+        if answer.key in before.assignments:
+            return
+        assert len(work.blocks) == min(before.workers[worker].capacity, before.rules.max_span)
+        assert answer.time_left_s >= before.rules.min_work_s or any(not base.awaited for base in work.bases)
+        assert work.num_steps == before.rules.inner_steps
+        for base in work.bases:
+            assert base.version == self.state.blocks[base.block].version
+            assert not steps_of(work.steps) & self.counted_steps[base.block]
+            mine = [a for a in before.assignments.values() if a.worker == worker and base.block in a.blocks]
+            current = [a for a in mine if {b.block: b.version for b in a.bases}[base.block] == base.version]
+            assert not any(a.answer and a.answer.accepted for a in current), "one update a round"
+
+    @rule(worker=workers, back=st.integers(0, 2))
+    def begin_upload(self, worker: str, back: int) -> None:
+        self.send(Begin(self.now, worker, self.process(worker), self.key(worker, back)))
+
+    @rule(names=crews, back=st.sampled_from([0, 0, 0, 1, 2]), share=st.sampled_from([1.0, 1.0, 0.5, 0.1]))
+    def push(self, names: set[str], back: int, share: float) -> None:
+        for name in sorted(names):
+            self.push_as(name, self.key(name, back), math.ceil(share * SAMPLES * RULES.inner_steps))
+
+    @rule(
+        names=crews,
+        slow=workers,
+        uploads=st.booleans(),
+        seconds=st.sampled_from([0.0, 2.0, 9.0]),
+        rounds=st.integers(0, 5),
+        patience=st.sampled_from([0.0, 0.0, 45.0]),
+    )
+    def a_slow_worker_among_others(self, names: set[str], slow: str, uploads: bool, seconds: float, rounds: int, patience: float) -> None:
+        """Whole rounds by a few workers, with a host that is prompt, while another one is at work on its first or uploading it."""
+        self.ask({slow}, False)
+        if uploads:
+            self.begin_upload(slow, 0)
+        for _ in range(rounds):
+            self.ask(names - {slow}, False)
+            self.now += seconds
+            self.push(names - {slow}, 0, 1.0)
+            self.now += patience
+            self.beat(names - {slow})
+            self.the_host_keeps_up()
+        self.push({slow}, 0, 0.5)
+
+    @rule(
+        worker=workers,
+        victim=workers,
+        num_samples=st.sampled_from([0, -3, math.nan, 1e30, 0.5, 4]),
+        fault=st.sampled_from(["", "tensor w: not finite"]),
+    )
+    def push_badly(self, worker: str, victim: str, num_samples: float, fault: str) -> None:
+        """A lie, a broken tensor, or another's place."""
+        self.push_as(worker, self.key(victim, 0), num_samples, fault)
+
+    def push_as(self, worker: str, key: str, num_samples: float, fault: str = "") -> None:
+        before = self.state.assignments.get(key)
+        process = self.process(worker)
+        answer = self.send(Push(self.now, worker, process, key, num_samples, fault))
+        if before is None or worker != before.worker or answer.kind in ("conflict", "unknown", "revoked"):
+            assert not answer.accepted
+            return
+        if before.answer is not None:
+            assert answer == before.answer
+            return
+        settled = self.state.assignments[key].answer
+        assert settled == answer, "the first answer stands"
+        if answer.accepted:
+            assert not fault and num_samples in range(1, 25)
+            for block, age in answer.ages:
+                assert age <= self.state.rules.max_age or before.upload
+                self.accepted[key, block] += 1
+
+    @rule(worker=workers)
+    def give_back(self, worker: str) -> None:
+        self.send(GiveBack(self.now, worker, self.process(worker), self.key(worker, 0), "the machine is needed"))
+
+    @rule(worker=st.sampled_from("de"), revoked=wrong)
+    def leave(self, worker: str, revoked: bool) -> None:
+        if not revoked:
+            self.send(Leave(self.now, worker, self.process(worker)))
+            return
+        for block in self.state.blocks:
+            self.dropped.update((update.key, block.index) for update in block.pending if update.worker == worker)
+        self.send(Revoke(self.now, worker))
+
+    @rule(deadline_s=st.sampled_from([2.0, 10.0, 20.0]), quorum=st.integers(1, 4), max_span=st.integers(1, 3), max_age=st.integers(0, 4))
+    def change_rules(self, deadline_s: float, quorum: int, max_span: int, max_age: int) -> None:
+        before = [block.round for block in self.state.blocks]
+        self.send(ChangeRules(self.now, replace(RULES, deadline_s=deadline_s, quorum=quorum, max_span=max_span, max_age=max_age)))
+        assert [block.round for block in self.state.blocks] == before
+
+    @rule()
+    def the_host_keeps_up(self) -> None:
+        self.the_host_decides()
+        self.carry_out(1)
+
+    @rule()
+    def the_host_decides(self) -> None:
+        self.decided = [decision for decision in decide(self.state, self.now) if decision.action != "wait"]
+
+    @precondition(lambda self: self.decided)
+    @rule(twice=st.booleans())
+    def the_host_carries_out_what_it_decided(self, twice: bool) -> None:
+        """Perhaps long after, and perhaps twice."""
+        self.carry_out(1 + twice)
+
+    def carry_out(self, times: int) -> None:
+        for decision in self.decided:
+            event = decision.event(self.now)
+            for _ in range(times):
+                pending = {update.key: update for update in self.state.blocks[decision.block].pending}
+                if self.send(event).kind == "ok" and isinstance(event, Close):
+                    for key in event.keys:
+                        self.counted[key, decision.block] += 1
+                        steps = steps_of(pending[key].steps)
+                        assert not steps & self.counted_steps[decision.block], "a sample counts once in an epoch"
+                        self.counted_steps[decision.block] |= steps
+        self.decided = []
+
+    @rule()
+    def the_host_dies_and_replays_its_journal(self) -> None:
+        state = from_json(State, to_json(self.first))
+        for line in self.journal:
+            state, _ = apply(state, from_tagged_json(EVENTS, line))
+        assert state == self.state
+        assert decide(state, self.now) == decide(self.state, self.now)
+        self.state = state
+        self.decided = []
+
+    # --- What always holds ---
+
+    @invariant()
+    def accepted_is_counted_or_pending_or_revoked_and_never_twice(self) -> None:
+        pending = Counter((update.key, block.index) for block in self.state.blocks for update in block.pending)
+        assert self.accepted == self.counted + pending + self.dropped
+        assert all(count == 1 for count in self.accepted.values())
+
+    @invariant()
+    def steps_taken_are_those_of_open_leases_and_of_updates_and_none_has_two_owners(self) -> None:
+        for block in self.state.blocks:
+            owners = [self.counted_steps[block.index]]
+            owners += [steps_of(a.steps) for a in self.state.assignments.values() if a.answer is None and block.index in a.blocks]
+            owners += [steps_of(update.steps) for update in block.pending]
+            assert sum(map(len, owners)) == len(set().union(*owners))
+            assert steps_of(block.taken) == set().union(*owners)
+
+    @invariant()
+    def nobody_blocks_a_round_for_ever(self) -> None:
+        """If nothing more is heard, every open round ends: at the latest at the heartbeat limit, or at the deadline where late updates wait."""
+        for block in self.state.blocks:
+            if block.round:
+                silent = self.now + self.state.rules.heartbeat_limit_s
+                fresh = any(update.base == block.version for update in block.pending)
+                end = silent if fresh or not block.pending else max(silent, block.round.opened_at + block.round.deadline_s)
+                assert decide(self.state, end)[block.index].action != "wait"
+                assert decide(self.state, block.round.opened_at + 2 * block.round.deadline_s)[block.index].action != "wait"
+
+    @invariant()
+    def decisions_say_what_they_mean(self) -> None:
+        for decision, block in zip(decide(self.state, self.now), self.state.blocks, strict=True):
+            assert decision.reason
+            assert (decision.action == "close") == bool(decision.shares)
+            assert [share.key for share in decision.shares] == [update.key for update in block.pending][: len(decision.shares)]
+            for share, update in zip(decision.shares, block.pending, strict=False):
+                assert share.weight == update.tokens * staleness_factor(block.version - update.base) > 0
+            if decision.wake_at is not None:
+                assert decision.wake_at > self.now
+                between = (self.now + decision.wake_at) / 2
+                assert decide(self.state, between)[block.index].action == "wait"
+
+    @invariant()
+    def figures_add_up(self) -> None:
+        shown = figures(self.state, self.now)
+        assert all(block.participation is None or 0 <= block.participation <= 1 for block in shown.blocks)
+        assert (shown.alone_s == 0) or not shown.live
+        assert all(block.reported <= block.assigned for block in shown.blocks)
+
+    @invariant()
+    def the_state_can_be_stored(self) -> None:
+        assert from_json(State, to_json(self.state)) == self.state
+
+    @invariant()
+    def a_worker_has_one_assignment_in_training(self) -> None:
+        training = Counter(a.worker for a in self.state.assignments.values() if a.answer is None and a.upload is None)
+        assert all(count == 1 for count in training.values())
+
+
+Host.TestCase.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestHost = Host.TestCase
