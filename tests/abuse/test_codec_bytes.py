@@ -70,7 +70,7 @@ def test_any_bytes(data: bytes):
     survives(data)
 
 
-@quick
+@settings(max_examples=40, deadline=None)
 @given(
     header=st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=8), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)

@@ -206,6 +206,13 @@ def test_a_revoked_worker_is_out_at_its_next_call_and_its_open_update_is_dropped
     assert story.tell("2s, b push").log == ["2s block 0: close, every live assignee has reported: 1 of 2 assigned"]
 
 
+def test_revocation_frees_only_the_steps_that_the_dropped_update_had_used():
+    story = Story("a b c join, c ask, a ask, a half, b ask")
+    assert [story.assignment(name).steps for name in "cab"] == [((0, 10),), ((10, 20),), ((15, 25),)]
+    story.send(Revoke(0.0, "a"))
+    assert story.block().taken == ((0, 10), (15, 25))
+
+
 def test_who_never_joined_can_be_revoked_too():
     story = Story()
     story.send(Revoke(0.0, "a"))
@@ -328,6 +335,25 @@ def test_a_restarted_worker_whose_time_has_passed_gets_new_work_on_the_same_samp
         "returned", "asked for other work after its blocks had moved on or its time had passed", "000000000000"
     )
     assert story.key["a"] == "000000000001" and story.assignment("a").steps == ((0, 10),)
+
+
+def test_a_worker_killed_in_its_upload_begins_that_work_again():  # case 12
+    story = Story("a join, a ask, 20s, a begin, a die, 50s, a restart, a ask")
+    assert story.told["a"].key == "000000000000" and story.assignment("a").steps == ((0, 10),)
+    assert story.tell("55s, a push").versions == [1]
+
+
+def test_a_worker_killed_while_it_trains_and_uploads_keeps_the_newer_work():
+    story = Story("a join, a ask, 20s, a begin, a ask, a die, 50s, a restart, a ask", blocks=2)
+    first, second = story.state.assignments.values()
+    assert first.answer == Answer("returned", "the process that was uploading it is gone", first.key)
+    assert second.answer is None and story.told["a"].key == second.key
+
+
+def test_an_upload_that_never_ends_does_not_keep_its_worker_from_the_block():
+    story = Story("a join, a ask, a begin, 119s, a ask")
+    assert story.told["a"].kind == "wait"
+    assert story.tell("121s, a ask").told["a"].kind == "assigned"
 
 
 def test_a_block_without_a_worker_waits_alone_and_is_shown_as_starved():  # case 12
@@ -539,6 +565,7 @@ def test_an_update_that_comes_while_the_round_is_being_closed_stays_for_the_next
     story.state, _ = apply(story.state, decision.event(61.0))
     assert [(update.worker, story.block().version - update.base) for update in story.block().pending] == [("c", 1)]
     assert story.block().round is not None
+    assert story.block().tokens == 2 * 4 * TOKENS
 
 
 def test_closing_twice_is_refused():

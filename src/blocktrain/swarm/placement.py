@@ -60,8 +60,9 @@ def _candidates(state: State, worker: Worker, now: float) -> Iterator[tuple[Bloc
 
 
 def _took_part(mine: list[Assignment], block: Block) -> bool:
-    """Whether the worker's update for this version of the block is accepted or on its way: one update a round."""
-    return any((a.answer is None or a.answer.accepted) and begins_from(a, block) for a in mine)
+    """Whether the worker's update for this round of the block is accepted or on its way: one update a round."""
+    since = block.round.first if block.round else "none"  # an upload that outlasted its round is not on its way to the next
+    return any(begins_from(a, block) and (a.answer.accepted if a.answer else a.key >= since) for a in mine)
 
 
 def retry_s(state: State, now: float) -> float:

@@ -123,15 +123,18 @@ def _join(state: State, event: Join) -> Result:
         ago = state.now - before.seen_at
         return state, Answer("conflict", f"worker {event.worker} is process {before.process}, heard {ago:.0f} s ago: stop it, or join with takeover")
     worker = before or Worker(event.worker, event.process, event.capacity, state.now)
-    worker = replace(
-        worker,
-        process=event.process,
-        capacity=event.capacity,
-        seen_at=state.now,
-        present=True,
-        last_ask=worker.last_ask if worker.process == event.process else "",
-    )
+    if worker.process != event.process:
+        state, worker = _hand_over(state, worker), replace(worker, last_ask="")
+    worker = replace(worker, process=event.process, capacity=event.capacity, seen_at=state.now, present=True)
     return replace(_put_worker(state, worker), seen_at=state.now), Answer("ok", f"worker {event.worker} is a member")
+
+
+def _hand_over(state: State, worker: Worker) -> State:
+    """What a worker's new process finds: the newest open assignment, as if no upload had begun; uploads before it are gone."""
+    *older, newest = [None, *(a for a in state.assignments.values() if a.worker == worker.name and a.answer is None)]
+    for assignment in filter(None, older):
+        state, _ = _settle(state, assignment, Answer("returned", "the process that was uploading it is gone", assignment.key))
+    return _put_assignment(state, replace(newest, upload=None)) if newest else state
 
 
 def _membership(state: State, event: MemberEvent) -> Answer | None:
