@@ -37,7 +37,7 @@ from blocktrain.swarm.state import (
     State,
 )
 
-BLOCKS, SAMPLES, TOKENS = 3, 4, 10
+BLOCKS, SAMPLES, TOKENS = 2, 4, 10
 RULES = Rules(deadline_s=20, deadline_min_s=5, heartbeat_limit_s=12, min_work_s=1, inner_steps=6, max_span=2, suspension_s=40, upload_limit_s=60)
 workers = st.sampled_from("abcde")
 crews = st.sets(st.sampled_from("abcde"), min_size=1)
@@ -121,7 +121,7 @@ class Host(RuleBasedStateMachine):
         assert work.blocks == tuple(range(work.blocks[0], work.blocks[-1] + 1))
         if answer.key in before.assignments:
             return
-        assert len(work.blocks) == min(before.workers[worker].capacity, before.rules.max_span)
+        assert len(work.blocks) == min(before.workers[worker].capacity, before.rules.max_span, BLOCKS)
         assert answer.time_left_s >= before.rules.min_work_s or any(not base.awaited for base in work.bases)
         assert work.num_steps == before.rules.inner_steps
         for base in work.bases:
@@ -303,5 +303,5 @@ class Host(RuleBasedStateMachine):
         assert all(count == 1 for count in training.values())
 
 
-Host.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+Host.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestHost = Host.TestCase
