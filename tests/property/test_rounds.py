@@ -162,6 +162,17 @@ class Host(RuleBasedStateMachine):
             self.the_host_keeps_up()
         self.push({slow}, 0, 0.5)
 
+    @rule(early=crews, late=crews, last=st.sampled_from(["", "", "d", "e"]))
+    def updates_come_while_a_round_is_being_closed(self, early: set[str], late: set[str], last: str) -> None:
+        self.ask(early | late, False)
+        self.push(early, 0, 0.5)
+        self.now += 45
+        self.the_host_decides()
+        self.push(late, 0, 1.0)
+        if last:
+            self.leave(last, last == "e")
+        self.carry_out(1)
+
     @rule(
         worker=workers,
         victim=workers,
@@ -303,5 +314,5 @@ class Host(RuleBasedStateMachine):
         assert all(count == 1 for count in training.values())
 
 
-Host.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Host.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestHost = Host.TestCase

@@ -568,6 +568,16 @@ def test_an_update_that_comes_while_the_round_is_being_closed_stays_for_the_next
     assert story.block().tokens == 2 * 4 * TOKENS
 
 
+def test_an_update_that_comes_while_the_round_is_being_abandoned_saves_it():
+    story = Story("a join, a ask")
+    (decision,) = decide(story.state, 120.0)
+    assert decision.action == "abandon"
+    story.state, _ = apply(story.state, Push(120.0, "a", "a1", story.key["a"], 4))
+    story.state, answer = apply(story.state, decision.event(120.0))
+    assert answer == Answer("conflict", "block 0 version 0 has moved on: decide again")
+    assert decide(story.state, 120.0)[0].action == "close"
+
+
 def test_closing_twice_is_refused():
     story = Story("a join, a ask, a push")
     answer = story.send(Close(1.0, 0, 0, ("000000000000",), "again"))
