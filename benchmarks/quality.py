@@ -80,9 +80,10 @@ def run_arm(out: Path, name: str, seed: int, corpus: Corpus, options: argparse.N
     """Train (or go on with) one arm and score it; one row for each way of reading it."""
     folder = out / f"{name}-s{seed}-{options.steps}"
     saved = folder / "rows.json"
-    if saved.exists():
-        return json.loads(saved.read_text())
     config = arm_config(name, seed, options)
+    made_from = [config.digest, options.windows, corpus.train_digest, corpus.heldout_digest]
+    if saved.exists() and (kept := json.loads(saved.read_text()))["made_from"] == made_from:
+        return kept["rows"]
     training = TrainingRun(folder, config, corpus, report=progress(folder.name), say=say)
     training.train()
     loaded = load_run(folder, say)
@@ -94,7 +95,7 @@ def run_arm(out: Path, name: str, seed: int, corpus: Corpus, options: argparse.N
                 continue
             result = evaluate(dataclasses.replace(loaded, config=changed), corpus, say)
             rows.append(row(name, f"... read with {reading}", result, training.seconds))
-    saved.write_text(json.dumps(rows))
+    saved.write_text(json.dumps({"made_from": made_from, "rows": rows}))
     return rows
 
 
@@ -110,15 +111,16 @@ def numbers(values: list[float | None] | None) -> str:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    reference = {r["seed"]: r for r in rows if r["arm"] == "reference"}
+    references = {(r["arm"], r["seed"]): r for r in rows if r["arm"].startswith("reference")}
     print("| arm | seed | FLOPs | oracle CE | rollout CE after each block | headline | gain | gap |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for r in rows:
-        base = reference.get(r["seed"])
+        base = references.get(("reference-adamw" if r["arm"].endswith("-adamw") else "reference", r["seed"]))  # tuned alike
         gap = f"{r['headline_ce'] - base['headline_ce']:+.3f}" if base else "-"
         cost = f"{r['training_flops'] / base['training_flops']:.2f}" if base else f"{r['training_flops']:.3g}"
+        gain = "-" if r["composition_gain"] is None else f"{r['composition_gain']:+.3f}"
         cells = [r["meaning"], r["seed"], cost, numbers(r["oracle_ce"]), numbers(r["rollout_ce"]), f"{r['headline_ce']:.4f}"]
-        print("| " + " | ".join(map(str, [*cells, f"{r['composition_gain']:+.3f}", gap])) + " |", flush=True)
+        print("| " + " | ".join(map(str, [*cells, gain, gap])) + " |", flush=True)
     if rows:
         print(f"\norder-5 n-gram {rows[0]['ngram_ce']:.4f}; {rows[0]['bytes_seen']:,} bytes seen; {rows[0]['parameters']:,} parameters")
 

@@ -15,6 +15,7 @@ import json
 import math
 import tomllib
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -79,6 +80,14 @@ class NoiseConfig(Section):
     def check(self) -> NoiseConfig:
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"noise.sigma_min: {self.sigma_min} must be below noise.sigma_max {self.sigma_max}")
+        if self.sigma_max < 1e-3:
+            raise ValueError(f"noise.sigma_max: must be at least 0.001, got {self.sigma_max}")
+        density = NormalDist(self.P_mean, self.P_std)
+        inside = density.cdf(math.log(self.sigma_max)) - (density.cdf(math.log(self.sigma_min)) if self.sigma_min else 0.0)
+        if inside < 1e-6:
+            raise ValueError(
+                f"noise.P_mean, noise.P_std: the density has a share of {inside:.1e} between sigma_min and sigma_max, too little to draw from"
+            )
         if isinstance(self.partition, list):
             cuts = self.partition
             if any(a <= b for a, b in zip(cuts, cuts[1:], strict=False)):
@@ -119,6 +128,9 @@ class ObjectiveConfig(Section):
             raise ValueError("objective.start: must be 'zero' when objective.denoise_weight = 0, the blocks never see noise")
         if self.denoise_weight == 0 and self.loss == "embedding_mse":
             raise ValueError("objective.loss: embedding_mse needs objective.denoise_weight > 0")
+        if self.loss == "embedding_mse" and (self.anchor_weight or self.readout == "evidence_free"):
+            name = "anchor_weight" if self.anchor_weight else "readout"
+            raise ValueError(f"objective.{name}: needs objective.loss = 'cross_entropy', an embedding has no logits to anchor or to free of evidence")
         if self.input == "independent" and self.span > 1:
             raise ValueError(f"objective.span: {self.span} needs objective.input = 'upstream', independent blocks share no gradient")
         if self.input == "independent" and self.private_layers:
@@ -142,8 +154,8 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The inner loop."""
 
-    steps: int = Field(default=1200, ge=1, description="optimizer steps per block")
-    batch_size: int = Field(default=16, ge=1, description="sequences per step")
+    steps: int = Field(default=1200, ge=1, le=1 << 40, description="optimizer steps per block")
+    batch_size: int = Field(default=16, ge=1, le=1 << 20, description="sequences per step")
     optimizer: Literal["muon", "adamw"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
     lr: float = Field(default=0.01, gt=0, description="AdamW learning rate (all weights; with muon only what is not a hidden matrix)")
     muon_lr: float = Field(default=0.02, gt=0, description="Muon learning rate")
@@ -167,8 +179,8 @@ class TrainConfig(Section):
 class EvaluateConfig(Section):
     """How much held-out text, and how many draws."""
 
-    windows: int = Field(default=64, ge=1, description="held-out sequences of T bytes that are scored")
-    noise_draws: int = Field(default=8, ge=1, description="sweeps averaged where a sweep starts from noise")
+    windows: int = Field(default=64, ge=1, le=1 << 24, description="held-out sequences of T bytes that are scored")
+    noise_draws: int = Field(default=8, ge=1, le=1 << 16, description="sweeps averaged where a sweep starts from noise")
     sigma_bins: int = Field(default=8, ge=1, le=256, description="bins of the table of cross entropy per sigma")
 
 
@@ -192,6 +204,8 @@ class RunConfig(Section):
             raise ValueError(f"noise.partition: needs model.blocks + 1 = {blocks + 1} boundaries, got {len(self.noise.partition)}")
         if self.objective.window >= self.model.positions:
             raise ValueError(f"objective.window: {self.objective.window} must be below model.positions {self.model.positions}")
+        if self.noise.partition == "information" and not (self.objective.noisy and self.objective.span == 1 and blocks > 1):
+            raise ValueError("noise.partition: 'information' needs objective.denoise_weight > 0, objective.span = 1 and model.blocks > 1")
         if self.train.order == "sequential":
             if self.objective.span > 1:
                 raise ValueError("train.order: sequential trains one block at a time, objective.span must be 1")
@@ -201,9 +215,8 @@ class RunConfig(Section):
 
     @property
     def digest(self) -> str:
-        """sha256 of the canonical JSON of everything but `data`'s location: two runs with the same digest train the same way."""
-        fields = self.model_dump(mode="json")
-        del fields["data"]
+        """sha256 of the canonical JSON of what decides how the run trains: all but where the text lies, what is logged, and how much is evaluated."""
+        fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, "train": {"checkpoint_every", "log_every"}})
         return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -261,14 +274,21 @@ def make_config(fields: dict[str, Any], source: str = "run.toml") -> RunConfig:
 
 
 def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
+    # Of a setting that may be this or that, the complaint that got furthest into the value is the useful one.
+    first = max(error.errors(), key=lambda problem: len(problem["loc"]) if problem["loc"][:1] == error.errors()[0]["loc"][:1] else 0)
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "literal[")))
     if first["type"] == "value_error":
         return str(first.get("ctx", {}).get("error", first["msg"]))
     if first["type"] == "extra_forbidden":
         return f"{place}: no such setting{_suggest(first['loc'])}"
     given = first.get("input")
-    return f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}, got {given!r}"
+    return f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}, got {_shorten(given)}"
+
+
+def _shorten(value: object) -> str:
+    """A value as it can stand in one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _suggest(loc: tuple[int | str, ...]) -> str:
@@ -307,8 +327,9 @@ def parse_assignment(text: str) -> dict[str, Any]:
     if not equals or not all(path) or len(path) > 2:
         raise ConfigError(f"--set {text}: expected section.field=value, for example --set train.steps=500")
     try:
-        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {value.strip()}")
+        parsed = table["value"] if len(table) == 1 else value.strip()
+    except (ValueError, RecursionError):  # not TOML, or TOML beyond reason
         parsed = value.strip()
     return {path[0]: parsed} if len(path) == 1 else {path[0]: {path[1]: parsed}}
 
@@ -343,7 +364,7 @@ def to_toml(config: RunConfig) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML forbids
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, float):

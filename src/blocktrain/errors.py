@@ -4,6 +4,7 @@ BlockTrainError                 a person or a machine outside did something that
 ├── ConfigError                 a setting, its value, or two settings that contradict each other
 ├── DataError                   a corpus that is missing, empty, too short, unreadable or changed
 ├── CheckpointError             a run folder or checkpoint that is missing, damaged or of another shape
+├── DivergedError               the loss or a gradient is not finite any more
 └── MemoryLimitError            what was asked for does not fit, with the need and the have
 
 Each message is one line that names the setting, field or file and says what to do. The command line prints it and exits
@@ -29,6 +30,12 @@ class DataError(BlockTrainError):
 
 class CheckpointError(BlockTrainError):
     """A run folder or checkpoint cannot be used; the message names the file."""
+
+
+class DivergedError(BlockTrainError):
+    """Training left the finite numbers; nothing of that step was kept."""
+
+    exit_code = 1
 
 
 class MemoryLimitError(BlockTrainError):

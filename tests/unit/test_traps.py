@@ -184,7 +184,7 @@ def test_a_rollout_does_not_see_the_targets(monkeypatch: pytest.MonkeyPatch):
 
     config = tiny_config(objective=PAPER)
     stack, partition = make_stack(config), make_partition(config.noise, 3)
-    run = LoadedRun(Path("."), config, None, stack, partition)  # type: ignore[arg-type]
+    run = LoadedRun(Path("."), config, config, None, stack, partition)  # type: ignore[arg-type]
     batch = make_batch(config).numpy().astype("uint8")
     evaluator = Evaluator(run, batch)
     logits: list[torch.Tensor] = []

@@ -15,7 +15,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blocktrain.config import reference_config
 from blocktrain.diffusion.noise import log_bins
 from blocktrain.model.reference import NGramModel
 from blocktrain.model.transformer import MASK_ID, parameter_count
@@ -55,7 +55,7 @@ class Evaluation:
     rollout_std: list[float | None]  # deviation over noise draws
     oracle_ce: list[float | None] | None  # one per block; None where no noisy target takes part
     sigma_bins: list[SigmaBin]
-    best_single_block_ce: float
+    best_single_block_ce: float | None  # of one block alone, or of the shortest prefix that has a read-out; None where there is only one read-out
     window_ce: float | None  # rollout CE of the masked positions of a window run
     reference_ce: float | None
     ngram_ce: float
@@ -71,8 +71,9 @@ class Evaluation:
     model_digest: str
 
     @property
-    def composition_gain(self) -> float:
-        return self.best_single_block_ce - self.headline_ce
+    def composition_gain(self) -> float | None:
+        """None where only one block has a read-out: nothing is composed then."""
+        return None if self.best_single_block_ce is None else self.best_single_block_ce - self.headline_ce
 
     @property
     def gap(self) -> float | None:
@@ -82,7 +83,7 @@ class Evaluation:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["sigma_bins"] = [vars(b) for b in self.sigma_bins]
         derived = {
-            "perplexity": math.exp(self.headline_ce),
+            "perplexity": math.exp(min(self.headline_ce, 700.0)),
             "bits_per_byte": self.headline_ce / math.log(2),
             "composition_gain": self.composition_gain,
             "gap": self.gap,
@@ -136,11 +137,12 @@ class Evaluator:
         return total / self.windows.size(0)
 
     def _fixed_range(self, levels: NoiseLevels, block: int, low: float, high: float) -> NoiseLevels:
-        """The same levels with this block's drawn from [low, high], and those before it at least as noisy."""
+        """The same levels with this block's drawn from [low, high], those before it at least as noisy and those after it at most."""
         sigma = levels.sigma.clone()
         u = (torch.arange(sigma.size(1)) + torch.rand(sigma.size(1), generator=generator(levels.seed, "bin"))) / sigma.size(1)
         sigma[block] = self.run.partition.density.quantile(u.clamp(max=1 - 1e-7), low, high)
         if levels.chained:
+            sigma[block:] = torch.minimum(sigma[block:], sigma[block])
             sigma[: block + 1] = sigma[: block + 1].flip(0).cummax(0).values.flip(0)
         return NoiseLevels(sigma, levels.seed, levels.chained)
 
@@ -155,8 +157,10 @@ class Evaluator:
                 bins.append(SigmaBin(low, high, block, self.oracle(block, low, high)))
         return bins
 
-    def best_single_block(self, rollout: list[float | None]) -> float:
+    def best_single_block(self, rollout: list[float | None]) -> float | None:
         """Independent blocks: the best of each alone from its own start. Chained blocks: the shortest prefix that has a read-out."""
+        if len(self.composer.readable) == 1:
+            return None
         if self.config.objective.input == "upstream":
             first = rollout[self.composer.readable[0]]
             assert first is not None
@@ -176,7 +180,7 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
     headline = mean[-1]
     assert headline is not None, "the last block always has a read-out"
     noisy, window = run.config.objective.noisy, run.config.objective.window
-    reference = _reference(run.folder / "reference", windows, warn)
+    reference = _reference(run, windows, warn)
     ngram = NGramModel.fit(corpus.train)
     return Evaluation(
         headline_ce=headline,
@@ -201,15 +205,23 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
     )
 
 
-def _reference(folder: Path, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[float, float] | None:
-    """(CE, training FLOPs) of the end-to-end Transformer on the same windows, where it is fully trained."""
+def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[float, float] | None:
+    """(CE, training FLOPs) of the end-to-end Transformer on the same windows, where it was trained as this run was."""
+    folder = run.folder / "reference"
     if not (folder / "run.toml").is_file():
         return None
-    run = load_run(folder, warn)
-    if not run.progress.finished:
-        warn(f"{folder}: stopped at step {run.progress.step}, so there is no gap yet; finish it with `blocktrain train {folder.parent} --reference`")
-        return None
-    return Evaluator(run, windows).rollout()[0][-1], run.progress.training_flops
+    reference = load_run(folder, warn)
+    mine, its = run.progress, reference.progress
+    if not its.finished:
+        problem = f"stopped at step {its.step}"
+    elif its.config_digest != reference_config(run.trained_config).digest:
+        problem = "was trained with other settings or for another number of steps"
+    elif (its.train_digest, its.bytes_seen) != (mine.train_digest, mine.bytes_seen):
+        problem = f"has seen {its.bytes_seen:,} bytes and this run {mine.bytes_seen:,}"
+    else:
+        return Evaluator(reference, windows).rollout()[0][-1], its.training_flops
+    warn(f"{folder}: {problem}, so there is no gap; `blocktrain train {run.folder} --reference` goes on, or remove that folder first")
+    return None
 
 
 def _ce(logits: Tensor, y: Tensor) -> float:
