@@ -98,23 +98,29 @@ class NoiseConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What a block learns from, and how the blocks are composed."""
+    """What a block learns from, and how the blocks are composed. The default is what measures best with one block a worker."""
 
     input: Literal["independent", "upstream"] = Field(
         default="upstream", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
     )
-    loss: Literal["cross_entropy", "embedding_mse"] = Field(default="cross_entropy", description="over the vocabulary, or on the target embedding")
+    loss: Literal["cross_entropy", "embedding_mse"] = Field(
+        default="cross_entropy", description="of the denoising term: over the vocabulary, or on the target embedding"
+    )
     span: int = Field(default=1, ge=1, description="consecutive blocks w that are trained together; 1 is the paper, B is end-to-end")
     private_layers: int = Field(
         default=0, ge=0, le=64, description="decoder layers of a block's own, not handed on (upstream only, not in the last block)"
     )
     weighting: Literal["edm", "none"] = Field(default="edm", description="weight of a sample's denoising loss as a function of its sigma")
-    denoise_weight: float = Field(default=1.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere")
-    anchor_weight: float = Field(default=0.0, ge=0, description="weight of cross entropy on the same block with the target information absent")
+    denoise_weight: float = Field(
+        default=0.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere, the paper's recipe has 1"
+    )
+    anchor_weight: float = Field(
+        default=1.0, ge=0, description="weight of plain cross entropy with the target information absent; the paper's recipe has 0"
+    )
     readout: Literal["posterior", "evidence_free"] = Field(
         default="posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out"
     )
-    start: Literal["noise", "zero"] = Field(default="noise", description="state z a sweep starts from")
+    start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(default=0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
     window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
 
@@ -234,7 +240,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "laptop": {
         "model": {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256},
-        "train": {"steps": 300, "batch_size": 8, "warmup_steps": 20, "checkpoint_every": 100},
+        "train": {"steps": 400, "batch_size": 8, "warmup_steps": 20, "checkpoint_every": 100},
     },
     "bench": {
         "model": {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256, "embed_dim": 128},
