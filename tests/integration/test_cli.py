@@ -11,6 +11,7 @@ from blocktrain import cli
 from tests.faults.test_kill import SETTINGS
 
 SETS = [f"--set={s}" for s in SETTINGS]
+MSE = ("denoise_weight=1", "anchor_weight=0", "start=noise", "loss=embedding_mse")
 QUICK = [*SETS, "--set=train.steps=4"]
 
 
@@ -89,7 +90,7 @@ def test_a_setting_changed_in_the_file_is_used_and_said(run: Path, capsys: pytes
         (["train", "r", "--set", "noise.partition=" + "[" * 5000], ["noise.partition"]),
         (["train", "r", "--set", "noise.partition=[10,5,nan,1]"], ["noise.partition"]),
         (["train", "r", "--set", "train.steps=5\nfoo=3"], ["train.steps"]),
-        (["train", "r", "--set", "objective.readout=evidence_free", "--set", "objective.loss=embedding_mse"], ["objective.readout"]),
+        (["train", "r", *(f"--set=objective.{s}" for s in MSE), "--set=objective.readout=evidence_free"], ["objective.readout"]),
         (["train", "r", "--data", "."], ["holds no text"]),
         (["train", "bad\udcff", "--data", "python"], ["RUN", "UTF-8"]),
         (["memory", "--params", "lots", "--blocks", "3"], ["lots"]),
