@@ -30,6 +30,7 @@ from blocktrain.config import (
     preset_fields,
     read_toml,
     reference_config,
+    without_effect,
 )
 from blocktrain.errors import BlockTrainError, ConfigError
 
@@ -65,6 +66,11 @@ def run(tokens: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a path that is too long, a disk that is full, a terminal that is gone
+        err.print(f"blocktrain: {error.filename or 'output'}: {error.strerror or error}", markup=False)
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again as it closes it
+        return 2
     return result if isinstance(result, int) else 0
 
 
@@ -93,6 +99,8 @@ def train(
     from blocktrain.report.memory import require_memory
     from blocktrain.training.data import load_corpus
 
+    for note in without_effect(settings):
+        say(f"note: {note}")
     jobs = [("blocks", run, settings)] + ([("reference", run / "reference", reference_config(settings))] if reference else [])
     for _, _, its in jobs:
         require_memory(its)
@@ -266,6 +274,7 @@ def _run_settings(run: Path, preset: str | None, config: Path | None, data: str 
     for text in sets:
         over = merge_fields(over, parse_assignment(text))
     if not existing.is_file():
+        _require_empty(run)
         return make_config(_absolute_paths(merge_fields(start, over)), f"{source} with --set" if sets else source)
     have = load_config(existing).model_dump()
     settings = make_config(_absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
@@ -273,6 +282,15 @@ def _run_settings(run: Path, preset: str | None, config: Path | None, data: str 
         wanted = make_config(merge_fields(start, over), source)
         _refuse_contradiction(existing, settings, wanted, "--config" if config else "--preset")
     return settings
+
+
+def _require_empty(run: Path) -> None:
+    """A new run does not move into a folder that holds something else."""
+    if (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run}: has checkpoints but no run.toml; put it back (each progress.json holds the settings) or use a new folder")
+    others = [path.name for path in run.iterdir() if not path.name.startswith(".")] if run.is_dir() else []
+    if others:
+        raise ConfigError(f"{run.absolute()}: holds other files ({min(others)}) and no run.toml; name a new folder for the run")
 
 
 def _refuse_contradiction(existing: Path, have: RunConfig, wanted: RunConfig, flag: str) -> None:
@@ -413,26 +431,39 @@ def _keep_evaluation(path: Path, figures: dict[str, Any]) -> None:
 
 
 def _evaluation_table(result: Any, loaded: Any) -> Table:
-    table = Table(title=f"Held-out cross entropy, nats per byte ({result.windows} windows, {result.noise_draws} noise draw(s))", title_justify="left")
+    title = f"Held-out cross entropy, nats per byte, lower is better ({result.windows} windows, {result.noise_draws} noise draw(s))"
+    table = Table(title=title, title_justify="left")
     table.add_column("number", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("what it is")
-    oracle = "-" if result.oracle_ce is None else " ".join(map(_number, result.oracle_ce))
-    table.add_row("1 oracle CE", oracle, "per block, state made from the true target: a diagnostic, not a score")
+    if result.oracle_ce is None:
+        table.add_row("1 oracle CE", "-", "no noisy target takes part (objective.denoise_weight = 0)")
+    else:
+        table.add_row(
+            "1 oracle CE", " ".join(map(_number, result.oracle_ce)), "per block, state made from the true target: a diagnostic, not a score"
+        )
     table.add_row("2 rollout CE", " ".join(map(_number, result.rollout_ce)), "after each block of the sweep, target never seen")
     perplexity, bits = f"{result.to_json()['perplexity']:.3f}", f"{result.to_json()['bits_per_byte']:.3f}"
-    table.add_row("3 headline CE", _number(result.headline_ce), f"as served; perplexity {perplexity}, {bits} bits per byte")
+    table.add_row(
+        "3 headline CE", _number(result.headline_ce), f"the model's score, as served; perplexity {perplexity}, {bits} bits per byte", style="bold"
+    )
     table.add_row("4 composition gain", *_gain_cells(result, loaded.config))
-    why = "end-to-end Transformer of the same shape: " + _number(result.reference_ce)
-    missing = f"needs the reference: blocktrain train {loaded.folder} --reference"
-    table.add_row("5 gap", "-" if result.gap is None else f"{result.gap:+.4f}", missing if result.gap is None else why)
+    table.add_row("5 gap", *_gap_cells(result, loaded.folder))
     if result.window_ce is not None:
         table.add_row("window CE", _number(result.window_ce), f"the last {loaded.config.objective.window} positions, their context masked")
-    table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes")
+    verdict = "the model is better" if result.headline_ce < result.ngram_ce else "the model is not there yet"
+    table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes: {verdict}")
     flops = f"{result.training_flops:.3g}" + (f" (reference {result.reference_flops:.3g})" if result.reference_flops else "")
     table.add_row("trained on", f"{result.bytes_seen:,}", f"bytes; {flops} FLOPs; {result.parameters:,} parameters; seed {result.seed}")
     table.add_row("digests", "", f"config {result.config_digest[:16]}, model {result.model_digest[:16]}")
     return table
+
+
+def _gap_cells(result: Any, folder: Path) -> tuple[str, str]:
+    if result.gap is None:
+        return "-", f"needs the reference: blocktrain train {folder} --reference"
+    error = "" if result.gap_standard_error is None else f" (standard error {result.gap_standard_error:.4f})"
+    return f"{result.gap:+.4f}", f"to the end-to-end Transformer of the same shape, {_number(result.reference_ce)}{error}"
 
 
 def _gain_cells(result: Any, config: RunConfig) -> tuple[str, str]:
@@ -442,7 +473,8 @@ def _gain_cells(result: Any, config: RunConfig) -> tuple[str, str]:
         alone = "the best single block alone has"
     else:
         alone = "block 0 alone has" if config.objective.span == 1 else f"the first span alone (blocks 0-{config.objective.span - 1}) has"
-    return f"{result.composition_gain:+.4f}", f"{alone} {_number(result.best_single_block_ce)}"
+    verdict = "" if result.composition_gain > 0 else ": the further blocks do not help"
+    return f"{result.composition_gain:+.4f}", f"{alone} {_number(result.best_single_block_ce)}{verdict}"
 
 
 def _sigma_table(result: Any) -> Table:
@@ -464,5 +496,5 @@ def _show_sample(run: Path, corpus: Any) -> None:
 
     prompt = bytes(corpus.heldout[:64])
     text = "".join(to_text(generate_ids(load_run(run, say), prompt, 200, 0.8, 1.0, 0)))
-    out.print("\nsample (prompt from the held-out text, then 200 generated bytes):", markup=False)
-    out.print(prompt.decode("utf-8", "replace") + " | " + text, markup=False)
+    print("\nsample, prompt from the held-out text:\n" + prompt.decode("utf-8", "replace"))
+    print("\nsample, 200 bytes generated after it:\n" + text)

@@ -16,7 +16,7 @@ import math
 import tomllib
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -72,7 +72,8 @@ class NoiseConfig(Section):
     overlap: float = Field(default=0.05, ge=0, le=1, description="each block's range is widened on both sides by this share of its own log-width")
     partition: Literal["lognormal", "information"] | list[float] = Field(
         default="lognormal",
-        description="equal probability; equal fall of cross entropy (fitted while training); or the B+1 falling boundaries",
+        description="lognormal: equal probability; information: equal fall of cross entropy, fitted while training; "
+        "or a list of the B+1 falling boundaries from sigma_max to sigma_min",
     )
     information_fit_at: float = Field(default=0.1, gt=0, lt=1, description="share of the steps after which `information` is fitted")
 
@@ -364,7 +365,7 @@ def to_toml(config: RunConfig) -> str:
     for name, section in config:
         if isinstance(section, Section):
             lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_toml_value(value)}  # {type(section).model_fields[key].description}" for key, value in section]
+            lines += [f"{key} = {_toml_value(value)}  # {_description(type(section), key)}" for key, value in section]
     return "\n".join(lines) + "\n"
 
 
@@ -390,7 +391,8 @@ def settings_markdown() -> str:
     for name, section in RunConfig():
         if isinstance(section, Section):
             lines += ["", f"## [{name}]", "", "| setting | default | meaning |", "| --- | --- | --- |"]
-            lines += [f"| `{key}` | `{_toml_value(value)}` | {_description(type(section), key)} |" for key, value in section]
+            rows = [(key, _toml_value(value), _description(type(section), key).replace("|", "\\|")) for key, value in section]
+            lines += [f"| `{key}` | `{value}` | {meaning} |" for key, value, meaning in rows]
     lines += ["", "## Presets", "", "`--preset NAME` starts a new run from these differences to the defaults.", ""]
     for name, tables in PRESETS.items():
         changes = [f"`{section}.{key} = {_toml_value(value)}`" for section, fields in tables.items() for key, value in fields.items()]
@@ -399,4 +401,16 @@ def settings_markdown() -> str:
 
 
 def _description(section: type[BaseModel], key: str) -> str:
-    return (section.model_fields[key].description or "").replace("|", "\\|")
+    """What a setting means, and where it is one of a few words, which."""
+    field = section.model_fields[key]
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """Settings that differ from their default and change nothing in this run, each with the reason."""
+    if config.objective.noisy:
+        return []
+    changed = [f"noise.{key}" for key, value in config.noise if value != getattr(NoiseConfig(), key)]
+    changed += [f"objective.{key}" for key in ("weighting", "readout", "loss") if getattr(config.objective, key) != getattr(ObjectiveConfig(), key)]
+    return [f"{name} has no effect while objective.denoise_weight = 0" for name in changed]

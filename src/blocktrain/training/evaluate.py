@@ -58,6 +58,7 @@ class Evaluation:
     best_single_block_ce: float | None  # of one block alone, or of the shortest prefix that has a read-out; None where there is only one read-out
     window_ce: float | None  # rollout CE of the masked positions of a window run
     reference_ce: float | None
+    gap_standard_error: float | None  # of the paired difference over the held-out windows
     ngram_ce: float
     ngram_bytes: int
     noise_draws: int
@@ -173,6 +174,8 @@ class Evaluator:
 def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Evaluation:
     """All figures of a run on its corpus's held-out text; reads RUN/reference where it is trained."""
     windows = heldout_windows(corpus.heldout, run.config.model.positions, run.config.evaluate.windows)
+    if len(windows) < run.config.evaluate.windows:
+        warn(f"evaluate.windows: {run.config.evaluate.windows} asked for, the held-out text holds {len(windows)}")
     evaluator = Evaluator(run, windows)
     readable, blocks = evaluator.composer.readable, range(run.config.model.blocks)
     rollout = evaluator.rollout()  # (draws, blocks, windows)
@@ -193,7 +196,8 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
         sigma_bins=evaluator.sigma_bins() if noisy else [],
         best_single_block_ce=evaluator.best_single_block(mean),
         window_ce=float(evaluator.rollout(mask_last=window)[:, -1].mean()) if window else None,
-        reference_ce=reference[0] if reference else None,
+        reference_ce=float(reference[0].mean()) if reference else None,
+        gap_standard_error=_standard_error(rollout[:, -1].mean(0) - reference[0]) if reference else None,
         ngram_ce=ngram.cross_entropy(windows),
         ngram_bytes=ngram.train_bytes,
         noise_draws=evaluator.draws,
@@ -208,8 +212,8 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
     )
 
 
-def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[float, float] | None:
-    """(CE, training FLOPs) of the end-to-end Transformer on the same windows, where it was trained as this run was."""
+def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[Tensor, float] | None:
+    """(CE of each window, training FLOPs) of the end-to-end Transformer on the same windows, where it was trained as this run was."""
     folder = run.folder / "reference"
     if not (folder / "run.toml").is_file():
         return None
@@ -222,9 +226,14 @@ def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None])
     elif (its.train_digest, its.bytes_seen) != (mine.train_digest, mine.bytes_seen):
         problem = f"has seen {its.bytes_seen:,} bytes and this run {mine.bytes_seen:,}"
     else:
-        return float(Evaluator(reference, windows).rollout()[0, -1].mean()), its.training_flops
+        return Evaluator(reference, windows).rollout()[0, -1], its.training_flops
     warn(f"{folder}: {problem}, so there is no gap; `blocktrain train {run.folder} --reference` goes on, or remove that folder first")
     return None
+
+
+def _standard_error(differences: Tensor) -> float | None:
+    """Of the mean of (windows,) paired differences; None for a single window."""
+    return float(differences.std() / len(differences) ** 0.5) if len(differences) > 1 else None
 
 
 def _ce(logits: Tensor, y: Tensor) -> Tensor:

@@ -42,9 +42,10 @@ from blocktrain.training.optim import optimizer_tensors, restore_optimizers
 from blocktrain.training.trainer import BlockTrainer, StepFigures, step_flops
 
 # Settings that may be changed while a run is under way; any other would make its history or its shape untrue.
+INNER_LOOP = {"train.lr", "train.muon_lr", "train.weight_decay", "train.warmup_steps", "train.cooldown", "train.clip_norm"}
 FREE = {
-    *("train.steps", "train.lr", "train.muon_lr", "train.weight_decay", "train.warmup_steps", "train.cooldown", "train.clip_norm"),
-    *("train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
+    *INNER_LOOP,
+    *("train.steps", "train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
     *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout"),
     *("data.corpus", "data.heldout", "data.heldout_fraction"),  # the text itself is held by its digest
 }
@@ -117,7 +118,8 @@ class TrainingRun:
             return self._train()
         except OSError as error:
             where = error.filename or self.folder
-            raise CheckpointError(f"{where}: cannot be written ({error.strerror}); the newest checkpoint is intact, run again when cured") from None
+            state = f"the checkpoint of step {self.saved.progress.updates} is intact" if self.saved else "nothing was trained yet"
+            raise CheckpointError(f"{where}: cannot be written ({error.strerror}); {state}, run again when cured") from None
 
     def _train(self) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,8 +150,16 @@ class TrainingRun:
             raise CheckpointError(f"{self.folder}: the text of data.corpus = {self.config.data.corpus!r} is not the one this run was trained on")
         if progress.updates > self._target():
             raise CheckpointError(f"{self.folder}: has {progress.updates} updates already, train.steps = {self.config.train.steps} is fewer")
-        for change in changes if progress.updates < self._target() else ():
-            self.say(f"since step {progress.updates}: {change}")
+        if progress.updates < self._target():
+            self.say(f"going on from step {progress.updates} of {self._target()}")
+        for change in changes:
+            if progress.updates < self._target():
+                self.say(f"since step {progress.updates}: {change}")
+            elif change.partition(":")[0] in INNER_LOOP:
+                raise CheckpointError(
+                    f"{self.folder}: finished at step {progress.updates}, so {change} would have no effect; raise train.steps to train on, "
+                    "put it back, or use a new run folder"
+                )
         discard_newer(self.folder, checkpoint)
         self.fitted, self.seconds = progress.fitted, progress.seconds
         return checkpoint

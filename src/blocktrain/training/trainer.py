@@ -26,6 +26,8 @@ from blocktrain.training.hardware import Hardware
 from blocktrain.training.objective import Span, SpanLoss, SpanObjective, make_views
 from blocktrain.training.optim import clip, make_optimizers, schedule, set_rate
 
+HOPELESS_CE = 100.0  # nats per byte; guessing has ln 256 = 5.5
+
 
 @dataclass
 class StepFigures:
@@ -73,13 +75,13 @@ class BlockTrainer:
     def step(self, batch: Tensor, step: int) -> StepFigures:
         """One optimizer step on a batch (N, T + 1) of byte ids; `step` (from 0) sets the learning rate and folds into every draw.
 
-        Raises DivergedError, with weights and moments untouched, where the loss or a gradient norm is not finite.
+        Raises DivergedError, with weights and moments untouched, where the loss or a gradient norm is not finite or CE is beyond hope.
         """
         figures = self.gradients(batch, step)
         figures.grad_norm = clip(self._modules(), self.config.train.clip_norm)
-        if not all(map(math.isfinite, (*figures.loss, *figures.grad_norm))):
+        if not all(map(math.isfinite, (*figures.loss, *figures.grad_norm))) or max(figures.ce) > HOPELESS_CE:
             raise DivergedError(
-                f"step {step + 1}: the loss or a gradient is not finite (loss {figures.loss}); the newest checkpoint is from before; "
+                f"step {step + 1}: training has diverged (CE {figures.ce}, loss {figures.loss}); the newest checkpoint is from before; "
                 "try a lower train.lr and train.muon_lr, or more train.warmup_steps"
             )
         figures.rate = schedule(step, self.config.train)
