@@ -54,7 +54,7 @@ def main() -> None:
     run("lint", BIN / "ruff", "check", "--quiet", ".")
     run("format", BIN / "ruff", "format", "--check", "--quiet", ".")
     run("floors", BIN / "lint-imports", "--no-cache")
-    run("types", BIN / "basedpyright", "--level", "error")
+    run("types", BIN / "basedpyright", "--level", "error", "--pythonpath", BIN / "python")
     run("tests", BIN / "python", "-m", "pytest", "--durations=10")
 
 

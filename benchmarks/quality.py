@@ -3,7 +3,8 @@
     python benchmarks/quality.py OUT [--train FILE --heldout FILE] [--steps 1200] [--seeds 0] [--arms reference,paper,...]
 
 Every arm shares model shape, optimizer, schedule, batches and seed; only the objective differs. Runs are ordinary run folders under OUT, so a killed
-benchmark goes on where it was, and any arm can be looked at with `blocktrain evaluate`. Figures are nats per byte; FLOPs count prefix passes.
+benchmark goes on where it was, and any arm can be looked at with `blocktrain evaluate`. Figures are nats per byte; FLOPs count prefix passes; the
+gap has the standard error of the paired difference over held-out windows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,9 +82,11 @@ def run_arm(out: Path, name: str, seed: int, corpus: Corpus, options: argparse.N
     """Train (or go on with) one arm and score it; one row for each way of reading it."""
     folder = out / f"{name}-s{seed}-{options.steps}"
     saved = folder / "rows.json"
-    if saved.exists():
-        return json.loads(saved.read_text())
     config = arm_config(name, seed, options)
+    made_from = [config.digest, options.windows, corpus.train_digest, corpus.heldout_digest]
+    kept = json.loads(saved.read_text()) if saved.exists() else None
+    if isinstance(kept, dict) and kept["made_from"] == made_from:
+        return kept["rows"]
     training = TrainingRun(folder, config, corpus, report=progress(folder.name), say=say)
     training.train()
     loaded = load_run(folder, say)
@@ -94,7 +98,7 @@ def run_arm(out: Path, name: str, seed: int, corpus: Corpus, options: argparse.N
                 continue
             result = evaluate(dataclasses.replace(loaded, config=changed), corpus, say)
             rows.append(row(name, f"... read with {reading}", result, training.seconds))
-    saved.write_text(json.dumps(rows))
+    saved.write_text(json.dumps({"made_from": made_from, "rows": rows}))
     return rows
 
 
@@ -102,7 +106,15 @@ def row(arm: str, meaning: str, result: Evaluation, seconds: float) -> dict[str,
     figures = result.to_json()
     keys = ["headline_ce", "rollout_ce", "rollout_std", "oracle_ce", "sigma_bins", "best_single_block_ce", "composition_gain"]
     keys += ["ngram_ce", "bytes_seen", "training_flops", "parameters", "seed"]
-    return {"arm": arm, "meaning": meaning, "seconds": round(seconds), **{key: figures[key] for key in keys}}
+    chosen = {key: figures[key] for key in keys}
+    return {"arm": arm, "meaning": meaning, "seconds": round(seconds), "by_window": result.headline_by_window, **chosen}
+
+
+def paired_gap(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """Difference of headline CE and its standard error over the held-out windows, which both arms were scored on."""
+    differences = [a - b for a, b in zip(row["by_window"], base["by_window"], strict=True)]
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    return f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
 
 
 def numbers(values: list[float | None] | None) -> str:
@@ -110,15 +122,16 @@ def numbers(values: list[float | None] | None) -> str:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    reference = {r["seed"]: r for r in rows if r["arm"] == "reference"}
+    references = {(r["arm"], r["seed"]): r for r in rows if r["arm"].startswith("reference")}
     print("| arm | seed | FLOPs | oracle CE | rollout CE after each block | headline | gain | gap |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for r in rows:
-        base = reference.get(r["seed"])
-        gap = f"{r['headline_ce'] - base['headline_ce']:+.3f}" if base else "-"
+        base = references.get(("reference-adamw" if r["arm"].endswith("-adamw") else "reference", r["seed"]))  # tuned alike
+        gap = paired_gap(r, base) if base else "-"
         cost = f"{r['training_flops'] / base['training_flops']:.2f}" if base else f"{r['training_flops']:.3g}"
+        gain = "-" if r["composition_gain"] is None else f"{r['composition_gain']:+.3f}"
         cells = [r["meaning"], r["seed"], cost, numbers(r["oracle_ce"]), numbers(r["rollout_ce"]), f"{r['headline_ce']:.4f}"]
-        print("| " + " | ".join(map(str, [*cells, f"{r['composition_gain']:+.3f}", gap])) + " |", flush=True)
+        print("| " + " | ".join(map(str, [*cells, gain, gap])) + " |", flush=True)
     if rows:
         print(f"\norder-5 n-gram {rows[0]['ngram_ce']:.4f}; {rows[0]['bytes_seen']:,} bytes seen; {rows[0]['parameters']:,} parameters")
 
@@ -142,7 +155,7 @@ def main() -> None:
         for name in options.arms.split(","):
             rows += run_arm(options.out, name, seed, corpus, options)
             print_table(rows)
-    print(json.dumps({"benchmark": "quality", "steps": options.steps, "windows": options.windows, "rows": rows}))
+    print(json.dumps({"benchmark": "quality", "steps": options.steps, "windows": options.windows, "rows": [{**r, "by_window": None} for r in rows]}))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 def main() -> None:
     """Run the command line and exit."""
-    from blocktrain.cli import run
+    try:
+        from blocktrain.cli import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # before there was anything to stop
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from blocktrain.config import (
     preset_fields,
     read_toml,
     reference_config,
+    without_effect,
 )
 from blocktrain.errors import BlockTrainError, ConfigError
 
@@ -41,7 +42,7 @@ app = App(name="blocktrain", help="Train and serve one language model on machine
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
-Run = Annotated[Path, Parameter(help="Run folder (made if it is not there).")]
+Run = Annotated[Path, Parameter(help="Run folder.")]
 Settings = Annotated[
     tuple[str, ...],
     Parameter("--set", help="Change a setting: section.field=value. May be given again.", negative=(), consume_multiple=False),
@@ -65,6 +66,11 @@ def run(tokens: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a path that is too long, a disk that is full, a terminal that is gone
+        err.print(f"blocktrain: {error.filename or 'output'}: {error.strerror or error}", markup=False)
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again as it closes it
+        return 2
     return result if isinstance(result, int) else 0
 
 
@@ -75,7 +81,7 @@ def say(message: str) -> None:
 
 @app.command
 def train(
-    run: Run,
+    run: Annotated[Path, Parameter(help="Run folder (made if it is not there).")],
     /,
     *,
     preset: Annotated[str | None, Parameter(help=f"One of {', '.join(PRESETS)}. Only for a new run.")] = None,
@@ -90,14 +96,21 @@ def train(
     Ends with sample text and the five numbers. Ctrl-C writes a checkpoint; the same command goes on from it.
     """
     settings = _run_settings(run, preset, config, data, set_)
+    from blocktrain.report.memory import require_memory
     from blocktrain.training.data import load_corpus
 
+    for note in without_effect(settings):
+        say(f"note: {note}")
+    jobs = [("blocks", run, settings)] + ([("reference", run / "reference", reference_config(settings))] if reference else [])
+    for _, _, its in jobs:
+        require_memory(its)
     corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
     say(f"text: {corpus.source}; {len(corpus.train):,} training bytes, {len(corpus.heldout):,} held out")
-    if not _train_folder(run, settings, corpus, "blocks"):
-        return STOPPED
-    if reference and not _train_folder(run / "reference", reference_config(settings), corpus, "reference"):
-        return STOPPED
+    with _stop_on_signal() as stopped:
+        for name, folder, its in jobs:
+            if not _train_folder(folder, its, corpus, name, stopped):
+                say(f"stopped; a checkpoint is in {folder / 'checkpoints'}. The same command goes on from it.")
+                return STOPPED
     _show_evaluation(run, settings, json_)
     if not json_:
         _show_sample(run, corpus)
@@ -150,7 +163,7 @@ def generate(
     _existing(run)
     loaded = load_run(run, say)
     ids: list[int] = []
-    pieces = to_text(_collect(generate_ids(loaded, prompt.encode("utf-8", "replace"), max_bytes, temperature, top_p, seed), ids))
+    pieces = to_text(_collect(generate_ids(loaded, os.fsencode(prompt), max_bytes, temperature, top_p, seed), ids))
     if json_:
         text = "".join(pieces)
         print(json.dumps({"text": text, "bytes": len(ids), "mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p}))
@@ -252,6 +265,7 @@ def _run_settings(run: Path, preset: str | None, config: Path | None, data: str 
     existing = run / "run.toml"
     if run.exists() and not run.is_dir():
         raise ConfigError(f"{run}: is a file, a run needs a folder")
+    _require_utf8("RUN", str(run))
     start = preset_fields(preset or "default")
     source = f"preset {preset or 'default'}"
     if config is not None:
@@ -260,19 +274,32 @@ def _run_settings(run: Path, preset: str | None, config: Path | None, data: str 
     for text in sets:
         over = merge_fields(over, parse_assignment(text))
     if not existing.is_file():
+        _require_empty(run)
         return make_config(_absolute_paths(merge_fields(start, over)), f"{source} with --set" if sets else source)
-    have = read_toml(existing)
+    have = load_config(existing).model_dump()
+    settings = make_config(_absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
     if preset is not None or config is not None:
-        _refuse_contradiction(existing, have, merge_fields(start, over), "--config" if config else "--preset")
-    return make_config(_absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
+        wanted = make_config(merge_fields(start, over), source)
+        _refuse_contradiction(existing, settings, wanted, "--config" if config else "--preset")
+    return settings
 
 
-def _refuse_contradiction(existing: Path, have: dict[str, Any], wanted: dict[str, Any], flag: str) -> None:
+def _require_empty(run: Path) -> None:
+    """A new run does not move into a folder that holds something else."""
+    if (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run}: has checkpoints but no run.toml; put it back (each progress.json holds the settings) or use a new folder")
+    others = [path.name for path in run.iterdir() if not path.name.startswith(".")] if run.is_dir() else []
+    if others:
+        raise ConfigError(f"{run.absolute()}: holds other files ({min(others)}) and no run.toml; name a new folder for the run")
+
+
+def _refuse_contradiction(existing: Path, have: RunConfig, wanted: RunConfig, flag: str) -> None:
     """The same command twice goes on; a preset or file that says something else than run.toml is refused, naming the setting."""
-    for section, fields in wanted.items():
-        for key, value in fields.items() if isinstance(fields, dict) else ():
-            if section != "data" and key in have.get(section, {}) and have[section][key] != value:
-                found = f"{section}.{key} is {have[section][key]} there and {value} here"
+    for name, section in wanted:
+        for key, value in section if name not in ("data", "seed") else ():
+            there = getattr(getattr(have, name), key)
+            if there != value:
+                found = f"{name}.{key} is {there} there and {value} here"
                 raise ConfigError(
                     f"{flag}: {existing} is already there and differs ({found}); leave {flag} out to go on with it, or use a new folder"
                 )
@@ -280,37 +307,38 @@ def _refuse_contradiction(existing: Path, have: dict[str, Any], wanted: dict[str
 
 def _absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
     """A corpus given as a path is kept absolute, so that the run can be gone on with from another folder."""
-    data = dict(fields.get("data", {}))
+    from blocktrain.training.data import NAMES
+
+    data = dict(fields.get("data", {})) if isinstance(fields.get("data", {}), dict) else {}
     for key in ("corpus", "heldout"):
         value = data.get(key)
-        if isinstance(value, str) and value and (os.sep in value or Path(value).suffix) and Path(value).exists():
-            data[key] = str(Path(value).resolve())
+        if isinstance(value, str) and value and value not in NAMES and Path(value).expanduser().exists():
+            data[key] = str(Path(value).expanduser().absolute())
+            _require_utf8(f"data.{key}", data[key])
     return merge_fields(fields, {"data": data}) if data else fields
 
 
-def _contradicts(existing: Path, flag: str, value: object) -> bool:
-    """Whether the preset or file says something else than the run folder does; the same command twice must go on."""
-    wanted = preset_fields(str(value)) if flag == "--preset" else read_toml(Path(str(value)))
-    have = read_toml(existing)
-    return merge_fields(have, wanted) != have
+def _require_utf8(name: str, path: str) -> None:
+    """run.toml is UTF-8, and so must be every path that goes into it or that a library opens."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}: the path {path!r} is not valid UTF-8; rename or link it") from None
 
 
-def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str) -> bool:
+def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str, stopped: list[int]) -> bool:
     """Train one run folder with progress; False if it was stopped."""
     from blocktrain.training.run import TrainingRun
 
-    with _stop_on_signal() as stopped, _Progress(name) as progress:
+    with _Progress(name) as progress:
         training = TrainingRun(folder, settings, corpus, report=progress.step, say=progress.say, stopped=lambda: bool(stopped))
         progress.say(f"{name}: {settings.model.blocks} blocks x {settings.model.layers_per_block} layers on {training.hardware}, into {folder}")
-        finished = training.train()
-    if not finished:
-        say(f"stopped; a checkpoint is in {folder / 'checkpoints'}. The same command goes on from it.")
-    return finished
+        return training.train() and not stopped
 
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[list[int]]:
-    """A list that fills when SIGINT or SIGTERM comes; a second one ends the process at once."""
+    """A list that fills when SIGINT or SIGTERM comes; a second signal ends the process at once."""
     stopped: list[int] = []
 
     def handle(number: int, _: object) -> None:
@@ -384,9 +412,7 @@ def _show_evaluation(run: Path, settings: RunConfig, as_json: bool, overrides: d
     say("evaluating ...")
     result = evaluate_run(loaded, corpus, say)
     if not overrides:
-        from blocktrain.serialization import write_bytes
-
-        write_bytes(run / "evaluation.json", json.dumps(result.to_json(), indent=1).encode())
+        _keep_evaluation(run / "evaluation.json", result.to_json())
     if as_json:
         print(json.dumps(result.to_json()))
         return
@@ -395,27 +421,60 @@ def _show_evaluation(run: Path, settings: RunConfig, as_json: bool, overrides: d
         out.print(_sigma_table(result))
 
 
+def _keep_evaluation(path: Path, figures: dict[str, Any]) -> None:
+    from blocktrain.serialization import write_bytes
+
+    try:
+        write_bytes(path, json.dumps(figures, indent=1).encode())
+    except OSError as error:
+        say(f"{path}: could not be written ({error.strerror}); the figures follow all the same")
+
+
 def _evaluation_table(result: Any, loaded: Any) -> Table:
-    table = Table(title=f"Held-out cross entropy, nats per byte ({result.windows} windows, {result.noise_draws} noise draw(s))", title_justify="left")
+    title = f"Held-out cross entropy, nats per byte, lower is better ({result.windows} windows, {result.noise_draws} noise draw(s))"
+    table = Table(title=title, title_justify="left")
     table.add_column("number", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("what it is")
-    oracle = "-" if result.oracle_ce is None else " ".join(map(_number, result.oracle_ce))
-    table.add_row("1 oracle CE", oracle, "per block, state made from the true target: a diagnostic, not a score")
+    if result.oracle_ce is None:
+        table.add_row("1 oracle CE", "-", "no noisy target takes part (objective.denoise_weight = 0)")
+    else:
+        table.add_row(
+            "1 oracle CE", " ".join(map(_number, result.oracle_ce)), "per block, state made from the true target: a diagnostic, not a score"
+        )
     table.add_row("2 rollout CE", " ".join(map(_number, result.rollout_ce)), "after each block of the sweep, target never seen")
     perplexity, bits = f"{result.to_json()['perplexity']:.3f}", f"{result.to_json()['bits_per_byte']:.3f}"
-    table.add_row("3 headline CE", _number(result.headline_ce), f"as served; perplexity {perplexity}, {bits} bits per byte")
-    table.add_row("4 composition gain", f"{result.composition_gain:+.4f}", f"best single block alone has {_number(result.best_single_block_ce)}")
-    why = "end-to-end Transformer of the same shape: " + _number(result.reference_ce)
-    missing = f"needs the reference: blocktrain train {loaded.folder} --reference"
-    table.add_row("5 gap", "-" if result.gap is None else f"{result.gap:+.4f}", missing if result.gap is None else why)
+    table.add_row(
+        "3 headline CE", _number(result.headline_ce), f"the model's score, as served; perplexity {perplexity}, {bits} bits per byte", style="bold"
+    )
+    table.add_row("4 composition gain", *_gain_cells(result, loaded.config))
+    table.add_row("5 gap", *_gap_cells(result, loaded.folder))
     if result.window_ce is not None:
         table.add_row("window CE", _number(result.window_ce), f"the last {loaded.config.objective.window} positions, their context masked")
-    table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes")
+    verdict = "the model is better" if result.headline_ce < result.ngram_ce else "the model is not there yet"
+    table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes: {verdict}")
     flops = f"{result.training_flops:.3g}" + (f" (reference {result.reference_flops:.3g})" if result.reference_flops else "")
     table.add_row("trained on", f"{result.bytes_seen:,}", f"bytes; {flops} FLOPs; {result.parameters:,} parameters; seed {result.seed}")
     table.add_row("digests", "", f"config {result.config_digest[:16]}, model {result.model_digest[:16]}")
     return table
+
+
+def _gap_cells(result: Any, folder: Path) -> tuple[str, str]:
+    if result.gap is None:
+        return "-", f"needs the reference: blocktrain train {folder} --reference"
+    error = "" if result.gap_standard_error is None else f" (standard error {result.gap_standard_error:.4f})"
+    return f"{result.gap:+.4f}", f"to the end-to-end Transformer of the same shape, {_number(result.reference_ce)}{error}"
+
+
+def _gain_cells(result: Any, config: RunConfig) -> tuple[str, str]:
+    if result.composition_gain is None:
+        return "-", "one span over all blocks: nothing is composed"
+    if config.objective.input == "independent":
+        alone = "the best single block alone has"
+    else:
+        alone = "block 0 alone has" if config.objective.span == 1 else f"the first span alone (blocks 0-{config.objective.span - 1}) has"
+    verdict = "" if result.composition_gain > 0 else ": the further blocks do not help"
+    return f"{result.composition_gain:+.4f}", f"{alone} {_number(result.best_single_block_ce)}{verdict}"
 
 
 def _sigma_table(result: Any) -> Table:
@@ -437,5 +496,5 @@ def _show_sample(run: Path, corpus: Any) -> None:
 
     prompt = bytes(corpus.heldout[:64])
     text = "".join(to_text(generate_ids(load_run(run, say), prompt, 200, 0.8, 1.0, 0)))
-    out.print("\nsample (prompt from the held-out text, then 200 generated bytes):", markup=False)
-    out.print(prompt.decode("utf-8", "replace") + " | " + text, markup=False)
+    print("\nsample, prompt from the held-out text:\n" + prompt.decode("utf-8", "replace"))
+    print("\nsample, 200 bytes generated after it:\n" + text)

@@ -15,7 +15,8 @@ import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from statistics import NormalDist
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -71,7 +72,8 @@ class NoiseConfig(Section):
     overlap: float = Field(default=0.05, ge=0, le=1, description="each block's range is widened on both sides by this share of its own log-width")
     partition: Literal["lognormal", "information"] | list[float] = Field(
         default="lognormal",
-        description="equal probability; equal fall of cross entropy (fitted while training); or the B+1 falling boundaries",
+        description="lognormal: equal probability; information: equal fall of cross entropy, fitted while training; "
+        "or a list of the B+1 falling boundaries from sigma_max to sigma_min",
     )
     information_fit_at: float = Field(default=0.1, gt=0, lt=1, description="share of the steps after which `information` is fitted")
 
@@ -79,6 +81,14 @@ class NoiseConfig(Section):
     def check(self) -> NoiseConfig:
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"noise.sigma_min: {self.sigma_min} must be below noise.sigma_max {self.sigma_max}")
+        if self.sigma_max < 1e-3:
+            raise ValueError(f"noise.sigma_max: must be at least 0.001, got {self.sigma_max}")
+        density = NormalDist(self.P_mean, self.P_std)
+        inside = density.cdf(math.log(self.sigma_max)) - (density.cdf(math.log(self.sigma_min)) if self.sigma_min else 0.0)
+        if inside < 1e-6:
+            raise ValueError(
+                f"noise.P_mean, noise.P_std: the density has a share of {inside:.1e} between sigma_min and sigma_max, too little to draw from"
+            )
         if isinstance(self.partition, list):
             cuts = self.partition
             if any(a <= b for a, b in zip(cuts, cuts[1:], strict=False)):
@@ -89,23 +99,29 @@ class NoiseConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What a block learns from, and how the blocks are composed."""
+    """What a block learns from, and how the blocks are composed. The default is what measures best with one block a worker."""
 
     input: Literal["independent", "upstream"] = Field(
         default="upstream", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
     )
-    loss: Literal["cross_entropy", "embedding_mse"] = Field(default="cross_entropy", description="over the vocabulary, or on the target embedding")
+    loss: Literal["cross_entropy", "embedding_mse"] = Field(
+        default="cross_entropy", description="of the denoising term: over the vocabulary, or on the target embedding"
+    )
     span: int = Field(default=1, ge=1, description="consecutive blocks w that are trained together; 1 is the paper, B is end-to-end")
     private_layers: int = Field(
         default=0, ge=0, le=64, description="decoder layers of a block's own, not handed on (upstream only, not in the last block)"
     )
     weighting: Literal["edm", "none"] = Field(default="edm", description="weight of a sample's denoising loss as a function of its sigma")
-    denoise_weight: float = Field(default=1.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere")
-    anchor_weight: float = Field(default=0.0, ge=0, description="weight of cross entropy on the same block with the target information absent")
+    denoise_weight: float = Field(
+        default=0.0, ge=0, description="weight of the denoising term; 0 leaves the noisy target out everywhere, the paper's recipe has 1"
+    )
+    anchor_weight: float = Field(
+        default=1.0, ge=0, description="weight of plain cross entropy with the target information absent; the paper's recipe has 0"
+    )
     readout: Literal["posterior", "evidence_free"] = Field(
         default="posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out"
     )
-    start: Literal["noise", "zero"] = Field(default="noise", description="state z a sweep starts from")
+    start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(default=0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
     window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
 
@@ -119,6 +135,9 @@ class ObjectiveConfig(Section):
             raise ValueError("objective.start: must be 'zero' when objective.denoise_weight = 0, the blocks never see noise")
         if self.denoise_weight == 0 and self.loss == "embedding_mse":
             raise ValueError("objective.loss: embedding_mse needs objective.denoise_weight > 0")
+        if self.loss == "embedding_mse" and (self.anchor_weight or self.readout == "evidence_free"):
+            name = "anchor_weight" if self.anchor_weight else "readout"
+            raise ValueError(f"objective.{name}: needs objective.loss = 'cross_entropy', an embedding has no logits to anchor or to free of evidence")
         if self.input == "independent" and self.span > 1:
             raise ValueError(f"objective.span: {self.span} needs objective.input = 'upstream', independent blocks share no gradient")
         if self.input == "independent" and self.private_layers:
@@ -142,8 +161,8 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The inner loop."""
 
-    steps: int = Field(default=1200, ge=1, description="optimizer steps per block")
-    batch_size: int = Field(default=16, ge=1, description="sequences per step")
+    steps: int = Field(default=1200, ge=1, le=1 << 40, description="optimizer steps per block")
+    batch_size: int = Field(default=16, ge=1, le=1 << 20, description="sequences per step")
     optimizer: Literal["muon", "adamw"] = Field(default="muon", description="muon: matrices by Muon, the rest by AdamW")
     lr: float = Field(default=0.01, gt=0, description="AdamW learning rate (all weights; with muon only what is not a hidden matrix)")
     muon_lr: float = Field(default=0.02, gt=0, description="Muon learning rate")
@@ -167,8 +186,8 @@ class TrainConfig(Section):
 class EvaluateConfig(Section):
     """How much held-out text, and how many draws."""
 
-    windows: int = Field(default=64, ge=1, description="held-out sequences of T bytes that are scored")
-    noise_draws: int = Field(default=8, ge=1, description="sweeps averaged where a sweep starts from noise")
+    windows: int = Field(default=64, ge=1, le=1 << 24, description="held-out sequences of T bytes that are scored")
+    noise_draws: int = Field(default=8, ge=1, le=1 << 16, description="sweeps averaged where a sweep starts from noise")
     sigma_bins: int = Field(default=8, ge=1, le=256, description="bins of the table of cross entropy per sigma")
 
 
@@ -192,6 +211,8 @@ class RunConfig(Section):
             raise ValueError(f"noise.partition: needs model.blocks + 1 = {blocks + 1} boundaries, got {len(self.noise.partition)}")
         if self.objective.window >= self.model.positions:
             raise ValueError(f"objective.window: {self.objective.window} must be below model.positions {self.model.positions}")
+        if self.noise.partition == "information" and not (self.objective.noisy and self.objective.span == 1 and blocks > 1):
+            raise ValueError("noise.partition: 'information' needs objective.denoise_weight > 0, objective.span = 1 and model.blocks > 1")
         if self.train.order == "sequential":
             if self.objective.span > 1:
                 raise ValueError("train.order: sequential trains one block at a time, objective.span must be 1")
@@ -201,9 +222,8 @@ class RunConfig(Section):
 
     @property
     def digest(self) -> str:
-        """sha256 of the canonical JSON of everything but `data`'s location: two runs with the same digest train the same way."""
-        fields = self.model_dump(mode="json")
-        del fields["data"]
+        """sha256 of the canonical JSON of what decides how the run trains: all but where the text lies, what is logged, and how much is evaluated."""
+        fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, "train": {"checkpoint_every", "log_every"}})
         return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -221,7 +241,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "laptop": {
         "model": {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256},
-        "train": {"steps": 300, "batch_size": 8, "warmup_steps": 20, "checkpoint_every": 100},
+        "train": {"steps": 400, "batch_size": 8, "warmup_steps": 20, "checkpoint_every": 100},
     },
     "bench": {
         "model": {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256, "embed_dim": 128},
@@ -261,14 +281,21 @@ def make_config(fields: dict[str, Any], source: str = "run.toml") -> RunConfig:
 
 
 def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
+    # Of a setting that may be this or that, the complaint that got furthest into the value is the useful one.
+    first = max(error.errors(), key=lambda problem: len(problem["loc"]) if problem["loc"][:1] == error.errors()[0]["loc"][:1] else 0)
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "literal[")))
     if first["type"] == "value_error":
         return str(first.get("ctx", {}).get("error", first["msg"]))
     if first["type"] == "extra_forbidden":
         return f"{place}: no such setting{_suggest(first['loc'])}"
     given = first.get("input")
-    return f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}, got {given!r}"
+    return f"{place}: {first['msg'][0].lower()}{first['msg'][1:]}, got {_shorten(given)}"
+
+
+def _shorten(value: object) -> str:
+    """A value as it can stand in one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _suggest(loc: tuple[int | str, ...]) -> str:
@@ -307,8 +334,9 @@ def parse_assignment(text: str) -> dict[str, Any]:
     if not equals or not all(path) or len(path) > 2:
         raise ConfigError(f"--set {text}: expected section.field=value, for example --set train.steps=500")
     try:
-        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {value.strip()}")
+        parsed = table["value"] if len(table) == 1 else value.strip()
+    except (ValueError, RecursionError):  # not TOML, or TOML beyond reason
         parsed = value.strip()
     return {path[0]: parsed} if len(path) == 1 else {path[0]: {path[1]: parsed}}
 
@@ -337,13 +365,13 @@ def to_toml(config: RunConfig) -> str:
     for name, section in config:
         if isinstance(section, Section):
             lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_toml_value(value)}  # {type(section).model_fields[key].description}" for key, value in section]
+            lines += [f"{key} = {_toml_value(value)}  # {_description(type(section), key)}" for key, value in section]
     return "\n".join(lines) + "\n"
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML forbids
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, float):
@@ -363,7 +391,8 @@ def settings_markdown() -> str:
     for name, section in RunConfig():
         if isinstance(section, Section):
             lines += ["", f"## [{name}]", "", "| setting | default | meaning |", "| --- | --- | --- |"]
-            lines += [f"| `{key}` | `{_toml_value(value)}` | {_description(type(section), key)} |" for key, value in section]
+            rows = [(key, _toml_value(value), _description(type(section), key).replace("|", "\\|")) for key, value in section]
+            lines += [f"| `{key}` | `{value}` | {meaning} |" for key, value, meaning in rows]
     lines += ["", "## Presets", "", "`--preset NAME` starts a new run from these differences to the defaults.", ""]
     for name, tables in PRESETS.items():
         changes = [f"`{section}.{key} = {_toml_value(value)}`" for section, fields in tables.items() for key, value in fields.items()]
@@ -372,4 +401,16 @@ def settings_markdown() -> str:
 
 
 def _description(section: type[BaseModel], key: str) -> str:
-    return (section.model_fields[key].description or "").replace("|", "\\|")
+    """What a setting means, and where it is one of a few words, which."""
+    field = section.model_fields[key]
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """Settings that differ from their default and change nothing in this run, each with the reason."""
+    if config.objective.noisy:
+        return []
+    changed = [f"noise.{key}" for key, value in config.noise if value != getattr(NoiseConfig(), key)]
+    changed += [f"objective.{key}" for key in ("weighting", "readout", "loss") if getattr(config.objective, key) != getattr(ObjectiveConfig(), key)]
+    return [f"{name} has no effect while objective.denoise_weight = 0" for name in changed]

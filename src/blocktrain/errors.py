@@ -5,6 +5,7 @@ BlockTrainError                 a person or a machine outside did something that
 ├── DataError                   a corpus that is missing, empty, too short, unreadable or changed
 ├── CheckpointError             a run folder or checkpoint that is missing, damaged or of another shape
 ├── ProtocolError               bytes or fields from another machine that are not what the protocol says
+├── DivergedError               the loss or a gradient is not finite any more
 └── MemoryLimitError            what was asked for does not fit, with the need and the have
 
 Each message is one line that names the setting, field or file and says what to do. The command line prints it and exits
@@ -34,6 +35,12 @@ class CheckpointError(BlockTrainError):
 
 class ProtocolError(BlockTrainError):
     """What came over a wire is refused; the message names the field or tensor."""
+
+
+class DivergedError(BlockTrainError):
+    """Training left the finite numbers; nothing of that step was kept."""
+
+    exit_code = 1
 
 
 class MemoryLimitError(BlockTrainError):

@@ -39,7 +39,9 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names inside a folder durable."""
+    """Make the names inside a folder durable, on systems where a folder can be flushed."""
+    if os.name == "nt":
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

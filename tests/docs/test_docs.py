@@ -38,7 +38,7 @@ def test_links_lead_somewhere(page: Path):
 
 def test_every_command_in_the_documents_parses(capsys: pytest.CaptureFixture[str]):
     """Each `blocktrain ...` line binds to a command with exactly these flags; its settings pass the checks."""
-    commands = [part.strip() for line in shell_lines() for part in line.split("&&") if "blocktrain " in part and "pip" not in part]
+    commands = [part.strip() for line in shell_lines() for part in line.split("&&") if part.strip().startswith("blocktrain ")]
     assert len(commands) >= 5
     for text in commands:
         tokens = shlex.split(text)[1:]
@@ -48,6 +48,22 @@ def test_every_command_in_the_documents_parses(capsys: pytest.CaptureFixture[str
         for one in sets:
             fields = merge_fields(fields, parse_assignment(one))
         make_config(fields, text)
+
+
+def test_the_readme_commands_work_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Every blocktrain command of the README, in its order, in one folder; only the training is shortened."""
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    commands = [part.strip() for line in "".join(lines).splitlines() for part in line.split("&&") if part.strip().startswith("blocktrain ")]
+    assert len(commands) >= 5
+    for text in commands:
+        tokens = shlex.split(text)[1:]
+        if tokens[0] == "train":
+            tokens += ["--set=train.steps=2", "--set=evaluate.windows=2", "--set=train.batch_size=2", "--set=evaluate.noise_draws=2"]
+        assert cli.run(tokens) == 0, (text, capsys.readouterr().err)
+    out = capsys.readouterr().out
+    assert "headline CE" in out
+    assert "worker / end-to-end" in out
 
 
 def test_the_check_command_is_the_one_that_ci_runs():

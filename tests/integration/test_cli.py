@@ -11,6 +11,7 @@ from blocktrain import cli
 from tests.faults.test_kill import SETTINGS
 
 SETS = [f"--set={s}" for s in SETTINGS]
+MSE = ("denoise_weight=1", "anchor_weight=0", "start=noise", "loss=embedding_mse")
 QUICK = [*SETS, "--set=train.steps=4"]
 
 
@@ -81,6 +82,17 @@ def test_a_setting_changed_in_the_file_is_used_and_said(run: Path, capsys: pytes
         (["generate", "r", "--prompt", "x", "--top-p", "2"], ["--top-p"]),
         (["generate", "r", "--prompt", "x", "--mode", "magic"], ["magic"]),
         (["nonsense"], ["nonsense"]),
+        (["train", "r", "--set", "noise.P_std=0.1"], ["noise.P_std"]),
+        (["train", "r", "--set", "noise.P_mean=-50"], ["noise.P_mean"]),
+        (["train", "r", "--set", "train.batch_size=100000000000000000000000"], ["train.batch_size"]),
+        (["train", "r", "--data", "python", "--set", "model.width=32768"], ["training needs", "GiB"]),
+        (["train", "r", "--set", "train.steps=" + "9" * 5000], ["train.steps"]),
+        (["train", "r", "--set", "noise.partition=" + "[" * 5000], ["noise.partition"]),
+        (["train", "r", "--set", "noise.partition=[10,5,nan,1]"], ["noise.partition"]),
+        (["train", "r", "--set", "train.steps=5\nfoo=3"], ["train.steps"]),
+        (["train", "r", *(f"--set=objective.{s}" for s in MSE), "--set=objective.readout=evidence_free"], ["objective.readout"]),
+        (["train", "r", "--data", "."], ["holds no text"]),
+        (["train", "bad\udcff", "--data", "python"], ["RUN", "UTF-8"]),
         (["memory", "--params", "lots", "--blocks", "3"], ["lots"]),
         (["bench", "nothing"], ["nothing"]),
     ],
@@ -96,6 +108,37 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert all(word in err for word in words), err
     assert "Traceback" not in err
     assert not (tmp_path / "r").exists()  # nothing is left behind by a command that could not work
+
+
+def test_a_run_folder_is_no_corpus_and_is_left_out_of_one(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "run", "--data", ".", "--json", *QUICK]
+    first, second = (call(capsys, *arguments) for _ in range(2))
+    assert (first[0], second[0]) == (0, 0), second[2]
+    assert json.loads(first[1]) == json.loads(second[1])
+    code, _, err = call(capsys, "train", "other", "--data", "run", *QUICK)
+    assert code == 2
+    assert "run folder" in err
+
+
+def test_figures_are_printed_even_where_they_cannot_be_kept(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "evaluation.json").unlink()
+    (run / "evaluation.json").mkdir()
+    code, out, err = call(capsys, "evaluate", str(run), "--json")
+    assert code == 0
+    assert "headline_ce" in json.loads(out)
+    assert "could not be written" in err
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_in_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
+    for path in run.glob("checkpoints/*/progress.json"):
+        path.write_text(path.read_text().replace('\\"blocks\\":', '\\"future\\":1,\\"blocks\\":'))
+    for command in ("evaluate", "train"):
+        code, _, err = call(capsys, command, str(run))
+        assert code == 2
+        assert "model.future" in err
 
 
 def test_an_untrained_folder_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,7 +25,7 @@ def made_run(objective: dict[str, Any]) -> LoadedRun:
     with torch.no_grad():
         for p in stack.parameters():
             p.add_(0.2 * torch.randn(p.shape, generator=g))
-    return LoadedRun(Path("."), config, None, stack.eval().requires_grad_(False), make_partition(config.noise, 3))  # type: ignore[arg-type]
+    return LoadedRun(Path("."), config, config, None, stack.eval().requires_grad_(False), make_partition(config.noise, 3))  # type: ignore[arg-type]
 
 
 OBJECTIVES = [CLEAN, PAPER, {**PAPER, "start": "zero", "readout": "evidence_free"}, {**PAPER, "input": "upstream"}, {**CLEAN, "private_layers": 1}]

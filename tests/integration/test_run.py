@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from blocktrain.config import RunConfig
-from blocktrain.errors import CheckpointError
+from blocktrain.errors import CheckpointError, DataError, DivergedError
 from blocktrain.training.checkpoint import load_run
 from blocktrain.training.data import load_corpus
 from blocktrain.training.evaluate import evaluate
-from blocktrain.training.run import TrainingRun
+from blocktrain.training.run import StepReport, TrainingRun
 from tests.conftest import CLEAN, PAPER, tiny_config
 
 
@@ -82,19 +82,36 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_lengthened(text: Path, tmp_p
     assert load_run(tmp_path / "run", ignore).progress.updates == 16
 
 
+CHANGES = [
+    ({"model": {"width": 64}}, "model.width"),
+    ({"seed": 5}, "seed"),
+    ({"train": {"optimizer": "adamw"}}, "train.optimizer"),
+    ({"train": {"steps": 3}}, "train.steps"),
+    ({"train": {"batch_size": 8}}, "train.batch_size"),
+    ({"objective": {**CLEAN, "span": 2}}, "objective.span"),
+    ({"objective": {**PAPER}}, "objective"),
+    ({"noise": {"sigma_max": 20.0}}, "noise.sigma_max"),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
-    [
-        ({"model": {"width": 64}}, "model.width"),
-        ({"seed": 5}, "seed"),
-        ({"train": {"optimizer": "adamw"}}, "train.optimizer"),
-        ({"train": {"steps": 3}}, "train.steps"),
-    ],
+    CHANGES,
 )
-def test_what_cannot_be_changed_on_the_way_is_refused(change: dict[str, Any], word: str, text: Path, tmp_path: Path):
-    train(tmp_path / "run", tiny_config(objective=CLEAN), text)
+def test_what_cannot_be_changed_on_the_way_is_refused_and_nothing_is_touched(change: dict[str, Any], word: str, text: Path, tmp_path: Path):
+    train(tmp_path / "run", tiny_config(objective=CLEAN), text, stop_after=6)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=word):
-        train(tmp_path / "run", tiny_config(objective=CLEAN, **change), text)
+        train(tmp_path / "run", tiny_config(**{"objective": CLEAN, **change}), text)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert train(tmp_path / "run", tiny_config(objective=CLEAN), text)  # the run itself is as good as before
+
+
+def test_steps_cannot_change_once_a_block_of_a_sequential_run_is_done(text: Path, tmp_path: Path):
+    config = tiny_config(objective=PAPER, train={"order": "sequential"})
+    train(tmp_path / "run", config, text, stop_after=15)
+    with pytest.raises(CheckpointError, match=r"train\.steps"):
+        train(tmp_path / "run", tiny_config(objective=PAPER, train={"order": "sequential", "steps": 20}), text)
 
 
 def test_another_text_is_refused(text: Path, tmp_path: Path):
@@ -121,6 +138,119 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(place: str, t
     assert load_run(tmp_path / "run", ignore).progress.updates == 6
     assert train(tmp_path / "run", config, text)
     assert load_run(tmp_path / "run", ignore).model_digest == load_run(tmp_path / "whole", ignore).model_digest
+
+
+@pytest.mark.parametrize("damaged", ["newest", "both"])
+def test_a_finished_block_that_rots_is_noticed(damaged: str, text: Path, tmp_path: Path):
+    """One block after another: files of finished blocks are carried from checkpoint to checkpoint, and verified each time."""
+    config = tiny_config(objective=PAPER, train={"order": "sequential"})
+    train(tmp_path / "whole", config, text)
+    train(tmp_path / "run", config, text, stop_after=18)
+    folders = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(folders) == 2
+    for folder in folders[1:] if damaged == "newest" else folders:
+        path = folder / "block-000.safetensors"
+        assert path.stat().st_nlink == 1  # two checkpoints, two copies
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    if damaged == "both":
+        with pytest.raises(CheckpointError, match="block-000"):
+            train(tmp_path / "run", config, text)
+        return
+    assert train(tmp_path / "run", config, text)
+    assert load_run(tmp_path / "run", ignore).model_digest == load_run(tmp_path / "whole", ignore).model_digest
+
+
+def test_rot_under_a_running_training_stops_it(text: Path, tmp_path: Path):
+    config = tiny_config(objective=PAPER, train={"order": "sequential"})
+
+    def rot(step: StepReport) -> None:
+        if step.updates == 18:
+            newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+            path = newest / "block-000.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    with pytest.raises(CheckpointError, match=r"block-000.*damaged"):
+        TrainingRun(tmp_path / "run", config, load_corpus(str(text)), report=rot).train()
+
+
+def test_two_processes_do_not_train_one_folder(text: Path, tmp_path: Path):
+    config = tiny_config(objective=CLEAN)
+
+    def intrude(step: StepReport) -> None:
+        if step.updates == 3:
+            with pytest.raises(CheckpointError, match="another process"):
+                train(tmp_path / "run", config, text)
+
+    assert TrainingRun(tmp_path / "run", config, load_corpus(str(text)), report=intrude).train()
+
+
+def test_a_text_that_changes_while_it_is_trained_on_stops_the_run(text: Path, tmp_path: Path):
+    def cut(step: StepReport) -> None:
+        if step.updates == 4:
+            text.write_text("short")
+
+    with pytest.raises(DataError, match="changed"):
+        TrainingRun(tmp_path / "run", tiny_config(objective=CLEAN), load_corpus(str(text)), report=cut).train()
+
+
+def test_a_short_heldout_text_is_refused_before_training(tmp_path: Path):
+    small = tmp_path / "small.txt"
+    small.write_text("word " * 100)
+    with pytest.raises(DataError, match="held-out"):
+        train(tmp_path / "run", tiny_config(objective=CLEAN), small)
+    assert not (tmp_path / "run").exists()
+
+
+def test_divergence_stops_the_run_and_keeps_the_last_good_weights(text: Path, tmp_path: Path):
+    wild = {"lr": 1e30, "muon_lr": 1e30, "clip_norm": 0.0, "warmup_steps": 0, "checkpoint_every": 1}
+    with pytest.raises(DivergedError, match=r"train\.lr"):
+        train(tmp_path / "run", tiny_config(objective=CLEAN, train=wild), text)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        assert "NaN" not in line
+
+
+def test_odd_lines_in_the_metrics_are_dropped(text: Path, tmp_path: Path):
+    config = tiny_config(objective=CLEAN)
+    train(tmp_path / "run", config, text, stop_after=6)
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'null\n[1]\n\xff\xfe\n{"updates": 6, "ce"')
+    assert train(tmp_path / "run", config, text)
+    assert [json.loads(line)["updates"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == list(range(1, 13))
+
+
+def test_the_average_forgets_its_random_start(text: Path, tmp_path: Path):
+    """Averaged weights of a short run are near the raw ones, not near the first draw."""
+    ce = []
+    for ema in (0.0, 0.999):
+        config = tiny_config(objective=CLEAN, train={"ema": ema, "steps": 60, "lr": 0.01})
+        train(tmp_path / f"run{ema}", config, text)
+        ce.append(evaluate(load_run(tmp_path / f"run{ema}", ignore), load_corpus(str(text)), ignore).headline_ce)
+    assert ce[1] < ce[0] + 0.5
+
+
+def test_how_a_run_is_read_comes_from_run_toml_as_it_is_now(text: Path, tmp_path: Path):
+    config = tiny_config(objective=PAPER)
+    train(tmp_path / "run", config, text)
+    path = tmp_path / "run" / "run.toml"
+    path.write_text(
+        path.read_text().replace('start = "noise"', 'start = "zero"').replace("windows = 8", "windows = 5").replace("lr = 0.01 ", "lr = 0.5 ")
+    )
+    run = load_run(tmp_path / "run", ignore)
+    assert (run.config.objective.start, run.config.evaluate.windows) == ("zero", 5)
+    assert run.config.train.lr == run.trained_config.train.lr == 0.01  # what was trained stays what it was
+
+
+def test_a_reference_of_another_length_gives_no_gap(text: Path, tmp_path: Path):
+    from blocktrain.config import reference_config
+
+    config, longer = (tiny_config(objective=CLEAN, train={"steps": steps}) for steps in (4, 8))
+    train(tmp_path / "run", config, text)
+    train(tmp_path / "run" / "reference", reference_config(config), text)
+    said: list[str] = []
+    assert evaluate(load_run(tmp_path / "run", ignore), load_corpus(str(text)), said.append).gap is not None
+    train(tmp_path / "run", longer, text)
+    assert evaluate(load_run(tmp_path / "run", ignore), load_corpus(str(text)), said.append).gap is None
+    assert "no gap" in said[0]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_so(text: Path, tmp_path: Path):
@@ -195,3 +325,11 @@ def test_inside_a_span_there_is_no_read_out(text: Path, tmp_path: Path):
     assert result.rollout_ce[0] is None
     assert result.oracle_ce is None
     assert result.best_single_block_ce == result.rollout_ce[1]
+
+
+def test_one_span_over_all_blocks_composes_nothing(text: Path, tmp_path: Path):
+    config = tiny_config(objective={**CLEAN, "span": 3})
+    train(tmp_path / "run", config, text)
+    figures = evaluate(load_run(tmp_path / "run", ignore), load_corpus(str(text)), ignore).to_json()
+    assert figures["composition_gain"] is None
+    assert figures["best_single_block_ce"] is None

@@ -34,7 +34,7 @@ def excess(sigma_min: float, *, evidence_free: bool = False, start: str = "noise
         return expected_embedding(logits, e)
 
     noise = torch.randn(ROWS, E, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for _ in euler_sweep(denoise, (noise if start == "noise" else 0 * noise) * 10.0, partition.sweep_sigmas()):
+    for _ in euler_sweep(denoise, (noise if start == "noise" else 0 * noise) * 10.0, partition.boundaries):
         pass
     p = log_p.exp()
     return float(-(p * F.log_softmax(scored, -1)).sum(-1).mean() + (p * log_p).sum(-1).mean())

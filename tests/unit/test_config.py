@@ -89,7 +89,9 @@ def test_digest_ignores_where_the_text_lies_but_nothing_else():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_reference_has_the_same_shape_optimizer_and_data(preset: str):
-    config = make_config(merge_fields(preset_fields(preset), {"noise": {"partition": "information"}}))
+    config = make_config(
+        merge_fields(preset_fields(preset), {"noise": {"partition": "information"}, "objective": {"denoise_weight": 1.0, "start": "noise"}})
+    )
     reference = reference_config(config)
     assert make_config(reference.model_dump()) == reference  # passes every check
     assert (reference.model, reference.data, reference.seed) == (config.model, config.data, config.seed)

@@ -27,14 +27,15 @@ from blocktrain.training.trainer import BlockTrainer
 
 SMALL = {"blocks": 3, "layers_per_block": 2, "width": 48, "heads": 2, "positions": 40, "embed_dim": 24, "noise_dim": 16}
 NO_NOISE = {"denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
+NOISE = {"denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "independent": {"input": "independent"},
-    "independent with anchor": {"input": "independent", "anchor_weight": 0.5},
-    "embedding mse": {"input": "independent", "loss": "embedding_mse", "anchor_weight": 0.5},
-    "upstream with noise": {"input": "upstream"},
+    "independent": {**NOISE, "input": "independent"},
+    "independent with anchor": {**NOISE, "input": "independent", "anchor_weight": 0.5},
+    "embedding mse": {**NOISE, "input": "independent", "loss": "embedding_mse"},
+    "upstream with noise": {**NOISE, "input": "upstream"},
     "upstream without noise": {"input": "upstream", **NO_NOISE},
     "span 2": {"input": "upstream", "span": 2, **NO_NOISE},
-    "span 2 with noise and private layers": {"input": "upstream", "span": 2, "private_layers": 1},
+    "span 2 with noise and private layers": {**NOISE, "input": "upstream", "span": 2, "private_layers": 1},
     "private layers": {"input": "upstream", "private_layers": 2, **NO_NOISE},
     "end to end": {"input": "upstream", "span": 3, **NO_NOISE},
 }
@@ -120,7 +121,7 @@ def test_a_worker_of_chained_blocks_holds_frozen_weights_and_nothing_else_of_the
 
 def test_one_of_b_blocks_costs_a_bth_of_the_stack_and_the_interface() -> None:
     config = make_config(
-        {"model": {"blocks": 8, "width": 1024, "heads": 16}, "objective": {"input": "independent"}, "train": {"order": "sequential"}}
+        {"model": {"blocks": 8, "width": 1024, "heads": 16}, "objective": OBJECTIVES["independent"], "train": {"order": "sequential"}}
     )
     report = memory_report(config, dtype="float32")
     worker, full = report.worker.total.total, report.full.total.total

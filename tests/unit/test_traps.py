@@ -184,18 +184,18 @@ def test_a_rollout_does_not_see_the_targets(monkeypatch: pytest.MonkeyPatch):
 
     config = tiny_config(objective=PAPER)
     stack, partition = make_stack(config), make_partition(config.noise, 3)
-    run = LoadedRun(Path("."), config, None, stack, partition)  # type: ignore[arg-type]
+    run = LoadedRun(Path("."), config, config, None, stack, partition)  # type: ignore[arg-type]
     batch = make_batch(config).numpy().astype("uint8")
     evaluator = Evaluator(run, batch)
     logits: list[torch.Tensor] = []
-    monkeypatch.setattr("blocktrain.training.evaluate._ce", lambda each, y: logits.append(each) or 0.0)
+    monkeypatch.setattr("blocktrain.training.evaluate._ce", lambda each, y: logits.append(each) or torch.zeros(4))
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
     for permuted in (False, True):
         pairs = [(x, y[:, order] if permuted else y) for x, y in Evaluator._batches(evaluator)]
         monkeypatch.setattr(evaluator, "_batches", lambda pairs=pairs: iter(pairs))
         evaluator._rollout_once(0, 0, None)
         monkeypatch.undo()
-        monkeypatch.setattr("blocktrain.training.evaluate._ce", lambda each, y: logits.append(each) or 0.0)
+        monkeypatch.setattr("blocktrain.training.evaluate._ce", lambda each, y: logits.append(each) or torch.zeros(4))
     assert len(logits) == 6
     assert all(torch.equal(a, b) for a, b in zip(logits[:3], logits[3:], strict=True))
     ids = torch.from_numpy(batch).long()

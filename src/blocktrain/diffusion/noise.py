@@ -81,10 +81,6 @@ class Partition:
         u = (strata + torch.rand(count, generator=generator)) / count
         return self.density.quantile(u.clamp(max=1 - 1e-7), low, high)
 
-    def sweep_sigmas(self, first: int = 0) -> list[float]:
-        """The schedule of a sweep from block `first`: each block is evaluated at its upper boundary; the last entry is sigma_min."""
-        return list(self.boundaries[first:])
-
 
 def make_density(noise: NoiseConfig) -> SigmaDensity:
     return SigmaDensity(noise.P_mean, noise.P_std, noise.sigma_min, noise.sigma_max)

@@ -77,8 +77,12 @@ class MemoryReport:
 
 
 def precision_name(config: RunConfig) -> str:
-    """The precision that the trainer would take here."""
-    return "mixed" if choose_hardware(config.train.model_copy(update={"device": "auto"})).dtype == torch.bfloat16 else "float32"
+    """The precision that the trainer would take here; a device that this machine lacks counts as `auto`."""
+    try:
+        hardware = choose_hardware(config.train)
+    except ConfigError:
+        hardware = choose_hardware(config.train.model_copy(update={"device": "auto"}))
+    return "mixed" if hardware.dtype == torch.bfloat16 else "float32"
 
 
 def _precision(dtype: str) -> Precision:
@@ -108,6 +112,18 @@ def memory_report(config: RunConfig, *, dtype: str | None = None, span: Span | N
     peaks = measure_block_step(config, "block", span=span), measure_block_step(config, "end_to_end")
     measured = Measured(*peaks, peaks[0] / worker.total.total, peaks[1] / full.total.total, peaks[0] / peaks[1])
     return dataclasses.replace(report, measured=measured)
+
+
+def require_memory(config: RunConfig) -> None:
+    """Raises MemoryLimitError with need and have where training this run cannot fit on this machine."""
+    hardware = choose_hardware(config.train)
+    p = PRECISIONS["mixed" if hardware.dtype == torch.bfloat16 else "float32"]
+    need, have = machine_holding(config, p).total.total, available_memory(hardware.device)
+    if need > have:
+        raise MemoryLimitError(
+            f"training needs about {_size(need)}, this machine has {_size(have)} free; make train.batch_size, model.width or model.positions "
+            "smaller, or train one block after another with --set train.order=sequential"
+        )
 
 
 def shape_report(params: float, blocks: int, dtype: str = "float32", optimizer: str = "adamw") -> MemoryReport:

@@ -1,7 +1,6 @@
 """A run folder and its checkpoints: written whole or not at all, verified when read.
 
 RUN/run.toml                         the configuration
-RUN/corpus.json                      which text, by digest
 RUN/metrics.jsonl                    one line every `train.log_every` steps
 RUN/checkpoints/step-00000600/       interface.safetensors, block-000.safetensors, ..., training.safetensors, progress.json
 RUN/reference/                       the end-to-end Transformer of the same shape, a run folder of its own
@@ -24,7 +23,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from blocktrain.config import RunConfig, load_config
+from blocktrain.config import RunConfig, load_config, make_config
 from blocktrain.diffusion.noise import Partition, make_partition
 from blocktrain.errors import CheckpointError
 from blocktrain.model.transformer import BlockStack
@@ -52,15 +51,26 @@ class Progress(BaseModel):
     heldout_digest: str
     files: dict[str, str]  # name -> sha256
 
+    def run_config(self) -> RunConfig:
+        """The settings it was trained with; raises CheckpointError where this version does not know them."""
+        try:
+            return RunConfig.model_validate_json(self.config)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"checkpoint of update {self.updates}: its setting {place} is not one of this version ({first['msg']})") from None
+
 
 def block_file(block: int) -> str:
     return f"block-{block:03d}.safetensors"
 
 
-def save_checkpoint(run: Path, progress: Progress, parts: dict[str, dict[str, Tensor]], kept: Iterable[str] = ()) -> Path:
-    """Write a checkpoint of `parts` (file name -> tensors); `kept` files are carried over from the newest one unchanged.
+def save_checkpoint(
+    run: Path, progress: Progress, parts: dict[str, dict[str, Tensor]], source: Checkpoint | None = None, kept: Iterable[str] = ()
+) -> Checkpoint:
+    """Write a checkpoint of `parts` (file name -> tensors); `kept` files are copied from `source` and verified against its digests.
 
-    Raises CheckpointError if the disk is full or refuses; the checkpoint before is then untouched.
+    Raises CheckpointError if the disk is full or refuses, or if a kept file is damaged; the checkpoint before is then untouched.
     """
     folder = run / "checkpoints"
     target = folder / f"step-{progress.updates:08d}"
@@ -70,13 +80,16 @@ def save_checkpoint(run: Path, progress: Progress, parts: dict[str, dict[str, Te
         for stale in folder.glob(".step-*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
         scratch.mkdir()
-        before = _names(folder)
         for name in kept:
-            _carry(before[-1] / name, scratch / name)
+            assert source is not None, "files can be kept only from a checkpoint"
+            shutil.copyfile(source.folder / name, scratch / name)
+            if _sha256(scratch / name) != source.progress.files[name]:
+                raise CheckpointError(f"{source.folder / name}: damaged since it was written, its sha256 is not the one in progress.json")
         for name, tensors in parts.items():
             save_tensors(scratch / name, tensors)
         files = {path.name: _sha256(path) for path in sorted(scratch.iterdir())}
-        write_bytes(scratch / "progress.json", progress.model_copy(update={"files": files}).model_dump_json(indent=1).encode())
+        progress = progress.model_copy(update={"files": files})
+        write_bytes(scratch / "progress.json", progress.model_dump_json(indent=1).encode())
         sync_folder(scratch)
         if target.exists():
             shutil.rmtree(target)
@@ -87,14 +100,7 @@ def save_checkpoint(run: Path, progress: Progress, parts: dict[str, dict[str, Te
         raise CheckpointError(f"{target}: cannot be written ({error.strerror}); the checkpoint before is intact, run again when cured") from None
     for old in _names(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
-    return target
-
-
-def _carry(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    return Checkpoint(target, progress)
 
 
 def _names(folder: Path) -> list[Path]:
@@ -118,13 +124,16 @@ class Checkpoint:
         return load_tensors(self.folder / name)
 
 
-def latest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest intact checkpoint, or None where there is none yet; raises CheckpointError where all are damaged."""
+def latest_checkpoint(run: Path, warn: Callable[[str], None], *, to_train: bool = True) -> Checkpoint | None:
+    """The newest intact checkpoint, or None where there is none yet; raises CheckpointError where all are damaged.
+
+    What only the inner loop needs is not looked at unless it is `to_train`.
+    """
     problem = ""
     for folder in reversed(_names(run / "checkpoints")):
         try:
             checkpoint = Checkpoint(folder, _read_progress(folder / "progress.json"))
-            _verify(checkpoint)
+            _verify(checkpoint, to_train)
         except CheckpointError as error:
             problem = str(error)
             warn(f"{problem}; looking for an older checkpoint")
@@ -150,8 +159,10 @@ def _read_progress(path: Path) -> Progress:
         raise CheckpointError(f"{path}: cannot be read ({first})") from None
 
 
-def _verify(checkpoint: Checkpoint) -> None:
+def _verify(checkpoint: Checkpoint, to_train: bool) -> None:
     for name, digest in checkpoint.progress.files.items():
+        if name == "training.safetensors" and not to_train:
+            continue
         path = checkpoint.folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
@@ -175,7 +186,8 @@ class LoadedRun:
     """A run as it is evaluated and served."""
 
     folder: Path
-    config: RunConfig
+    config: RunConfig  # as it is read now
+    trained_config: RunConfig  # as the checkpoint was trained
     progress: Progress
     stack: BlockStack
     partition: Partition
@@ -189,10 +201,13 @@ def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | Non
     """Read a run folder's configuration and the served weights of `blocks` (default: all) from its newest checkpoint."""
     if not (run / "run.toml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no run.toml); make one with `blocktrain train {run}`")
-    checkpoint = latest_checkpoint(run, warn)
+    checkpoint = latest_checkpoint(run, warn, to_train=False)
     if checkpoint is None:
         raise CheckpointError(f"{run}: has no checkpoint yet; train it with `blocktrain train {run}`")
-    config = RunConfig.model_validate_json(checkpoint.progress.config)
+    trained = checkpoint.progress.run_config()
+    config = _as_read_now(trained, run / "run.toml")
+    for change in settings_changed(config, load_config(run / "run.toml")):
+        warn(f"{run / 'run.toml'}: says otherwise than the checkpoint, which is what counts here ({change})")
     held = list(range(config.model.blocks) if blocks is None else blocks)
     stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
     load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
@@ -201,7 +216,7 @@ def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | Non
             raise CheckpointError(f"{run}: block {b} has not been trained yet; go on with `blocktrain train {run}`")
         load_module(block_file(b), stack.block(b), checkpoint.tensors(block_file(b)))
     partition = make_partition(config.noise, config.model.blocks, checkpoint.progress.fitted)
-    return LoadedRun(run, config, checkpoint.progress, stack.eval().requires_grad_(False), partition)
+    return LoadedRun(run, config, trained, checkpoint.progress, stack.eval().requires_grad_(False), partition)
 
 
 def settings_changed(before: RunConfig, now: RunConfig) -> list[str]:
@@ -216,6 +231,12 @@ def settings_changed(before: RunConfig, now: RunConfig) -> list[str]:
     return changes
 
 
-def run_config(run: Path) -> RunConfig:
-    """The configuration in a run folder's run.toml."""
-    return load_config(run / "run.toml")
+def _as_read_now(trained: RunConfig, path: Path) -> RunConfig:
+    """The trained settings, with those that only say how and where a run is read taken from run.toml as it is now."""
+    now = load_config(path)
+    fields = trained.model_dump()
+    fields["evaluate"] = now.evaluate.model_dump()
+    fields["data"] = now.data.model_dump()
+    fields["train"] |= {"device": now.train.device, "precision": now.train.precision}
+    fields["objective"] |= {"start": now.objective.start, "readout": now.objective.readout}
+    return make_config(fields, str(path))

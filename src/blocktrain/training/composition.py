@@ -19,7 +19,7 @@ from torch import Tensor
 from blocktrain.config import RunConfig
 from blocktrain.diffusion.edm import c_in, c_noise, c_out, c_skip
 from blocktrain.diffusion.noise import Partition
-from blocktrain.diffusion.sampling import euler_step, evidence, expected_embedding
+from blocktrain.diffusion.sampling import euler_sweep, evidence, expected_embedding
 from blocktrain.model.transformer import BlockCache, BlockStack
 from blocktrain.seeding import generator
 
@@ -116,16 +116,32 @@ class Composer:
 
     def sweep(self, x: Tensor, z: Tensor | None, caches: dict[int, BlockCache] | None = None, only: int | None = None) -> Iterator[Tensor]:
         """Yield the scored logits (N, T, V) after every block, highest sigma first. `only` runs that block alone, from its own start."""
+        blocks = list(range(self.config.model.blocks)) if only is None else [only]
         state: Tensor | None = None
-        upstream = self.config.objective.input == "upstream"
-        for b in range(self.config.model.blocks) if only is None else (only,):
-            output = self.step(b, x, state if upstream else None, z, caches[b] if caches else None)
-            yield self._scored(b, output, z)
-            state = output.state
-            if z is not None and output.denoised is not None:
-                z = euler_step(z, output.denoised, self.partition.boundaries[b], self.partition.boundaries[b + 1])
 
-    def _scored(self, block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
-        if z is None or self.config.objective.readout == "posterior":
+        def run(block: int, z: Tensor | None) -> BlockOutput:
+            nonlocal state
+            output = self.step(block, x, state if self.config.objective.input == "upstream" else None, z, caches[block] if caches else None)
+            state = output.state
+            return output
+
+        if z is None:
+            for block in blocks:
+                yield run(block, None).logits
+            return
+
+        def denoise(i: int, z: Tensor, _: float) -> Tensor:
+            nonlocal scored
+            output = run(blocks[i], z)
+            scored = self._scored(blocks[i], output, z)
+            assert output.denoised is not None
+            return output.denoised
+
+        scored = z
+        for _ in euler_sweep(denoise, z, self.partition.boundaries[blocks[0] : blocks[-1] + 2]):
+            yield scored
+
+    def _scored(self, block: int, output: BlockOutput, z: Tensor) -> Tensor:
+        if self.config.objective.readout == "posterior":
             return output.logits
         return output.logits - evidence(z, self.stack.interface.target_embeddings(), self.partition.boundaries[block])

@@ -196,6 +196,8 @@ def _path_text(given: str, hint: str, cache_dir: Path, exclude: Identities) -> T
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise DataError(f"{given!r} is neither a file nor a folder; {hint}")
     root = path if stat.S_ISDIR(status.st_mode) else path.parent
+    if root is path and (path / "run.toml").exists():
+        raise DataError(f"{given!r} is a run folder, which changes as it is trained; give a folder that holds only text")
     found = _text_files(path) if root is path else [path]
     statuses = {file: file.stat() for file in found}
     files = {file: status for file, status in statuses.items() if _identity(status) not in exclude and status.st_size}
@@ -237,14 +239,14 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _walk(root: Path, skipped: Iterable[str] = ()) -> list[Path]:
-    """Every file below `root` in sorted order, but for hidden ones and whole folders of the names `skipped`."""
+    """Every file below `root` in sorted order, but for hidden ones, whole folders of the names `skipped`, and run folders."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     found: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped and not Path(folder, name, "run.toml").exists()]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
     return sorted(found)
 
@@ -340,11 +342,12 @@ class Batches:
         assert min(batch_size, positions) > 0
         assert 0 <= shard < num_shards
         _require_one_sequence(data, positions)
-        self.data, self.batch_size, self.positions = np.asarray(data), batch_size, positions
+        self.data, self.batch_size, self.positions = data, batch_size, positions
         self.seed, self.shard, self.num_shards = seed, shard, num_shards
         self._num_windows = max(1, (len(data) - positions) // positions)  # fits at every phase
         self._num_phases = min(positions, len(data) - self._num_windows * positions)
         self.windows_per_epoch = self._num_windows // num_shards
+        self._file = _file_state(data)
         self._cached: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
         if not self.windows_per_epoch:
             raise DataError(
@@ -357,13 +360,16 @@ class Batches:
         return step * self.batch_size // self.windows_per_epoch
 
     def batch(self, step: int) -> np.ndarray:
+        """Batch `step` (from 0): (batch, T + 1) uint8. Raises DataError if the file underneath has changed since this was made."""
+        if _file_state(self.data) != self._file:
+            raise DataError(f"{getattr(self.data, 'filename', None)}: was changed or removed while it was trained on; put it back and run again")
         first = step * self.batch_size
         places = np.arange(first, first + self.batch_size)  # in this shard's endless list of windows
         starts = np.empty(self.batch_size, dtype=np.int64)
         for epoch in range(self.epoch(step), int(places[-1]) // self.windows_per_epoch + 1):
             inside = places // self.windows_per_epoch == epoch
             starts[inside] = self._epoch_starts(epoch)[places[inside] % self.windows_per_epoch]
-        return self.data[starts[:, None] + np.arange(self.positions + 1)]  # (batch, T + 1)
+        return np.asarray(self.data)[starts[:, None] + np.arange(self.positions + 1)]  # (batch, T + 1)
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
         """Offsets of this shard's windows in the order of the epoch: (windows_per_epoch,); the last answer is kept."""
@@ -384,6 +390,18 @@ def heldout_windows(data: np.ndarray, positions: int, num_windows: int) -> np.nd
     last = len(data) - (positions + 1)
     starts = np.arange(num_windows, dtype=np.int64) * last // max(1, num_windows - 1)
     return np.asarray(data)[starts[:, None] + np.arange(positions + 1)]  # (N, T + 1)
+
+
+def _file_state(data: np.ndarray) -> tuple[int, int] | None:
+    """(size, time of change) of a mapped file. Reading a map whose file was cut short ends the process, so it is looked at before each batch."""
+    name = getattr(data, "filename", None)
+    if name is None:
+        return None
+    try:
+        status = os.stat(name)
+    except FileNotFoundError:
+        return (-1, -1)
+    return status.st_size, status.st_mtime_ns
 
 
 def _require_one_sequence(data: np.ndarray, positions: int) -> None:

@@ -12,10 +12,8 @@ A block whose logits nothing trained (inside a span) has no CE; its entry is Non
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blocktrain.config import reference_config
 from blocktrain.diffusion.noise import log_bins
 from blocktrain.model.reference import NGramModel
 from blocktrain.model.transformer import MASK_ID, parameter_count
@@ -51,13 +50,15 @@ class Evaluation:
     """All figures of a run; CE in nats per byte. Keys of to_json() are fixed."""
 
     headline_ce: float
+    headline_by_window: list[float]  # one per held-out window; not in to_json(), for paired comparisons
     rollout_ce: list[float | None]  # one per block
     rollout_std: list[float | None]  # deviation over noise draws
     oracle_ce: list[float | None] | None  # one per block; None where no noisy target takes part
     sigma_bins: list[SigmaBin]
-    best_single_block_ce: float
+    best_single_block_ce: float | None  # of one block alone, or of the shortest prefix that has a read-out; None where there is only one read-out
     window_ce: float | None  # rollout CE of the masked positions of a window run
     reference_ce: float | None
+    gap_standard_error: float | None  # of the paired difference over the held-out windows
     ngram_ce: float
     ngram_bytes: int
     noise_draws: int
@@ -71,18 +72,19 @@ class Evaluation:
     model_digest: str
 
     @property
-    def composition_gain(self) -> float:
-        return self.best_single_block_ce - self.headline_ce
+    def composition_gain(self) -> float | None:
+        """None where only one block has a read-out: nothing is composed then."""
+        return None if self.best_single_block_ce is None else self.best_single_block_ce - self.headline_ce
 
     @property
     def gap(self) -> float | None:
         return None if self.reference_ce is None else self.headline_ce - self.reference_ce
 
     def to_json(self) -> dict[str, Any]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "headline_by_window"}
         plain["sigma_bins"] = [vars(b) for b in self.sigma_bins]
         derived = {
-            "perplexity": math.exp(self.headline_ce),
+            "perplexity": math.exp(min(self.headline_ce, 700.0)),
             "bits_per_byte": self.headline_ce / math.log(2),
             "composition_gain": self.composition_gain,
             "gap": self.gap,
@@ -101,21 +103,23 @@ class Evaluator:
         self.windows = torch.from_numpy(windows.astype(np.int64))
         self.draws = run.config.evaluate.noise_draws if run.config.objective.noisy and run.config.objective.start == "noise" else 1
 
-    def rollout(self, mask_last: int = 0, only: int | None = None) -> list[list[float]]:
-        """CE after every block (or after `only`), for each noise draw: [draw][block]. With `mask_last` only those last positions are scored."""
-        return [self._rollout_once(draw, mask_last, only) for draw in range(self.draws)]
+    def rollout(self, mask_last: int = 0, only: int | None = None) -> Tensor:
+        """CE after every block (or after `only`) of every window for each noise draw: (draws, blocks, windows) float64, nats per byte.
 
-    def _rollout_once(self, draw: int, mask_last: int, only: int | None) -> list[float]:
-        totals: list[float] = []
+        With `mask_last` the context of that many last positions is masked and only they are scored.
+        """
+        return torch.stack([self._rollout_once(draw, mask_last, only) for draw in range(self.draws)])
+
+    def _rollout_once(self, draw: int, mask_last: int, only: int | None) -> Tensor:
+        parts = []
         for index, (x, y) in enumerate(self._batches()):
             if mask_last:
                 x = torch.cat((x[:, :-mask_last], torch.full_like(x[:, -mask_last:], MASK_ID)), dim=1)
             z = self.composer.start((x.size(0), x.size(1)), fold(self.config.seed, "evaluate", index), draw, only or 0)
             with torch.no_grad(), self.hardware.autocast():
-                sums = [_ce(logits[:, -mask_last:], y[:, -mask_last:]) for logits in self.composer.sweep(x, z, only=only)]
-            totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
-        count = self.windows.size(0) * (mask_last or self.config.model.positions)
-        return [total / count for total in totals]
+                ce = [_ce(logits[:, -mask_last:], y[:, -mask_last:]) for logits in self.composer.sweep(x, z, only=only)]
+            parts.append(torch.stack(ce))  # (blocks, N)
+        return torch.cat(parts, dim=1)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for part in self.windows.split(BATCH):
@@ -136,11 +140,12 @@ class Evaluator:
         return total / self.windows.size(0)
 
     def _fixed_range(self, levels: NoiseLevels, block: int, low: float, high: float) -> NoiseLevels:
-        """The same levels with this block's drawn from [low, high], and those before it at least as noisy."""
+        """The same levels with this block's drawn from [low, high], those before it at least as noisy and those after it at most."""
         sigma = levels.sigma.clone()
         u = (torch.arange(sigma.size(1)) + torch.rand(sigma.size(1), generator=generator(levels.seed, "bin"))) / sigma.size(1)
         sigma[block] = self.run.partition.density.quantile(u.clamp(max=1 - 1e-7), low, high)
         if levels.chained:
+            sigma[block:] = torch.minimum(sigma[block:], sigma[block])
             sigma[: block + 1] = sigma[: block + 1].flip(0).cummax(0).values.flip(0)
         return NoiseLevels(sigma, levels.seed, levels.chained)
 
@@ -155,38 +160,44 @@ class Evaluator:
                 bins.append(SigmaBin(low, high, block, self.oracle(block, low, high)))
         return bins
 
-    def best_single_block(self, rollout: list[float | None]) -> float:
+    def best_single_block(self, rollout: list[float | None]) -> float | None:
         """Independent blocks: the best of each alone from its own start. Chained blocks: the shortest prefix that has a read-out."""
+        if len(self.composer.readable) == 1:
+            return None
         if self.config.objective.input == "upstream":
             first = rollout[self.composer.readable[0]]
             assert first is not None
             return first
-        alone = [statistics.fmean(run[0] for run in self.rollout(only=b)) for b in range(self.config.model.blocks)]
-        return min(alone)
+        return min(float(self.rollout(only=b).mean()) for b in range(self.config.model.blocks))
 
 
 def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Evaluation:
     """All figures of a run on its corpus's held-out text; reads RUN/reference where it is trained."""
     windows = heldout_windows(corpus.heldout, run.config.model.positions, run.config.evaluate.windows)
+    if len(windows) < run.config.evaluate.windows:
+        warn(f"evaluate.windows: {run.config.evaluate.windows} asked for, the held-out text holds {len(windows)}")
     evaluator = Evaluator(run, windows)
     readable, blocks = evaluator.composer.readable, range(run.config.model.blocks)
-    draws = evaluator.rollout()
-    mean = [statistics.fmean(d[b] for d in draws) if b in readable else None for b in blocks]
-    spread = [statistics.stdev(d[b] for d in draws) if b in readable and len(draws) > 1 else (0.0 if b in readable else None) for b in blocks]
+    rollout = evaluator.rollout()  # (draws, blocks, windows)
+    per_draw = rollout.mean(2)
+    mean = [float(per_draw[:, b].mean()) if b in readable else None for b in blocks]
+    spread = [(float(per_draw[:, b].std()) if len(per_draw) > 1 else 0.0) if b in readable else None for b in blocks]
     headline = mean[-1]
     assert headline is not None, "the last block always has a read-out"
     noisy, window = run.config.objective.noisy, run.config.objective.window
-    reference = _reference(run.folder / "reference", windows, warn)
+    reference = _reference(run, windows, warn)
     ngram = NGramModel.fit(corpus.train)
     return Evaluation(
         headline_ce=headline,
+        headline_by_window=rollout[:, -1].mean(0).tolist(),
         rollout_ce=mean,
         rollout_std=spread,
         oracle_ce=[evaluator.oracle(b) if b in readable else None for b in blocks] if noisy else None,
         sigma_bins=evaluator.sigma_bins() if noisy else [],
         best_single_block_ce=evaluator.best_single_block(mean),
-        window_ce=statistics.fmean(d[-1] for d in evaluator.rollout(mask_last=window)) if window else None,
-        reference_ce=reference[0] if reference else None,
+        window_ce=float(evaluator.rollout(mask_last=window)[:, -1].mean()) if window else None,
+        reference_ce=float(reference[0].mean()) if reference else None,
+        gap_standard_error=_standard_error(rollout[:, -1].mean(0) - reference[0]) if reference else None,
         ngram_ce=ngram.cross_entropy(windows),
         ngram_bytes=ngram.train_bytes,
         noise_draws=evaluator.draws,
@@ -201,17 +212,31 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
     )
 
 
-def _reference(folder: Path, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[float, float] | None:
-    """(CE, training FLOPs) of the end-to-end Transformer on the same windows, where it is fully trained."""
+def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[Tensor, float] | None:
+    """(CE of each window, training FLOPs) of the end-to-end Transformer on the same windows, where it was trained as this run was."""
+    folder = run.folder / "reference"
     if not (folder / "run.toml").is_file():
         return None
-    run = load_run(folder, warn)
-    if not run.progress.finished:
-        warn(f"{folder}: stopped at step {run.progress.step}, so there is no gap yet; finish it with `blocktrain train {folder.parent} --reference`")
-        return None
-    return Evaluator(run, windows).rollout()[0][-1], run.progress.training_flops
+    reference = load_run(folder, warn)
+    mine, its = run.progress, reference.progress
+    if not its.finished:
+        problem = f"stopped at step {its.step}"
+    elif its.config_digest != reference_config(run.trained_config).digest:
+        problem = "was trained with other settings or for another number of steps"
+    elif (its.train_digest, its.bytes_seen) != (mine.train_digest, mine.bytes_seen):
+        problem = f"has seen {its.bytes_seen:,} bytes and this run {mine.bytes_seen:,}"
+    else:
+        return Evaluator(reference, windows).rollout()[0, -1], its.training_flops
+    warn(f"{folder}: {problem}, so there is no gap; `blocktrain train {run.folder} --reference` goes on, or remove that folder first")
+    return None
 
 
-def _ce(logits: Tensor, y: Tensor) -> float:
-    """Summed cross entropy in nats of (N, T, V) logits and (N, T) targets."""
-    return float(F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum"))
+def _standard_error(differences: Tensor) -> float | None:
+    """Of the mean of (windows,) paired differences; None for a single window."""
+    return float(differences.std() / len(differences) ** 0.5) if len(differences) > 1 else None
+
+
+def _ce(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean cross entropy of each sequence in nats per byte: logits (N, T, V), targets (N, T) -> (N,) float64 on the CPU."""
+    ce = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none")
+    return ce.view(y.shape).cpu().double().mean(1)

@@ -37,7 +37,7 @@ def check_sampling(temperature: float, top_p: float, max_bytes: int) -> None:
 
 def pick(logits: Tensor, temperature: float, top_p: float, seed: int, position: int) -> int:
     """One id from logits (V,): argmax at temperature 0, else Gumbel-max over the smallest set of ids that holds `top_p` of the probability."""
-    logits = logits.double().cpu()
+    logits = logits.cpu().double()
     if temperature == 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / temperature

@@ -9,19 +9,20 @@ Everything random is a function of (seed, step), so a run that was stopped anywh
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
 import torch
 from torch import Tensor
 
 from blocktrain.config import RunConfig, to_toml
 from blocktrain.diffusion.noise import Partition, information_boundaries, make_partition
-from blocktrain.errors import CheckpointError
+from blocktrain.errors import CheckpointError, DataError
 from blocktrain.model.transformer import BlockStack
 from blocktrain.serialization import write_bytes
 from blocktrain.training.checkpoint import (
@@ -39,6 +40,15 @@ from blocktrain.training.hardware import Hardware, choose_hardware
 from blocktrain.training.objective import Span, spans_of
 from blocktrain.training.optim import optimizer_tensors, restore_optimizers
 from blocktrain.training.trainer import BlockTrainer, StepFigures, step_flops
+
+# Settings that may be changed while a run is under way; any other would make its history or its shape untrue.
+INNER_LOOP = {"train.lr", "train.muon_lr", "train.weight_decay", "train.warmup_steps", "train.cooldown", "train.clip_norm"}
+FREE = {
+    *INNER_LOOP,
+    *("train.steps", "train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
+    *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout"),
+    *("data.corpus", "data.heldout", "data.heldout_fraction"),  # the text itself is held by its digest
+}
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class TrainingRun:
         self.hardware: Hardware = choose_hardware(config.train)
         self.phases = plan(config)
         self.batches = Batches(corpus.train, config.train.batch_size, config.model.positions, config.seed)
+        _require_heldout(corpus, config)
+        self.saved: Checkpoint | None = None  # the newest checkpoint
         self.fitted: list[float] | None = None
         self.seconds = 0.0
 
@@ -106,21 +118,19 @@ class TrainingRun:
             return self._train()
         except OSError as error:
             where = error.filename or self.folder
-            raise CheckpointError(f"{where}: cannot be written ({error.strerror}); the newest checkpoint is intact, run again when cured") from None
+            state = f"the checkpoint of step {self.saved.progress.updates} is intact" if self.saved else "nothing was trained yet"
+            raise CheckpointError(f"{where}: cannot be written ({error.strerror}); {state}, run again when cured") from None
 
     def _train(self) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(self.folder / "run.toml", to_toml(self.config).encode())
-        checkpoint = self._resume()
-        if checkpoint is None:
-            _truncate_metrics(self.folder / "metrics.jsonl", 0)
-        elif checkpoint.progress.finished and self._target() == checkpoint.progress.updates:
-            return True
-        first = checkpoint.progress.phase if checkpoint else 0
-        for index in range(first, len(self.phases)):
-            if not self._train_phase(index, checkpoint if index == first else latest_checkpoint(self.folder, self.say)):
-                return False
-        return True
+        with _only_trainer(self.folder):
+            self.saved = self._resume()  # refuses before anything is written
+            write_bytes(self.folder / "run.toml", to_toml(self.config).encode())
+            _truncate_metrics(self.folder / "metrics.jsonl", self.saved.progress.updates if self.saved else 0)
+            if self.saved and self.saved.progress.updates == self._target():
+                return True
+            first = self.saved.progress.phase if self.saved else 0
+            return all(self._train_phase(index) for index in range(first, len(self.phases)))
 
     def _target(self) -> int:
         return len(self.phases) * self.config.train.steps
@@ -131,24 +141,31 @@ class TrainingRun:
         if checkpoint is None:
             return None
         progress = checkpoint.progress
-        before = RunConfig.model_validate_json(progress.config)
-        changes = settings_changed(before, self.config)
-        fixed = [c for c in changes if c.startswith(("model.", "seed", "train.order", "objective.private_layers", "train.optimizer"))]
+        changes = settings_changed(progress.run_config(), self.config)
+        free = FREE if progress.phase == 0 else FREE - {"train.steps"}
+        fixed = [change for change in changes if change.partition(":")[0] not in free]
         if fixed:
             raise CheckpointError(f"{self.folder}: cannot go on from step {progress.updates} with {fixed[0]}; use a new run folder for it")
         if (progress.train_digest, progress.heldout_digest) != (self.corpus.train_digest, self.corpus.heldout_digest):
             raise CheckpointError(f"{self.folder}: the text of data.corpus = {self.config.data.corpus!r} is not the one this run was trained on")
         if progress.updates > self._target():
             raise CheckpointError(f"{self.folder}: has {progress.updates} updates already, train.steps = {self.config.train.steps} is fewer")
+        if progress.updates < self._target():
+            self.say(f"going on from step {progress.updates} of {self._target()}")
         for change in changes:
-            self.say(f"since step {progress.updates}: {change}")
+            if progress.updates < self._target():
+                self.say(f"since step {progress.updates}: {change}")
+            elif change.partition(":")[0] in INNER_LOOP:
+                raise CheckpointError(
+                    f"{self.folder}: finished at step {progress.updates}, so {change} would have no effect; raise train.steps to train on, "
+                    "put it back, or use a new run folder"
+                )
         discard_newer(self.folder, checkpoint)
         self.fitted, self.seconds = progress.fitted, progress.seconds
-        _truncate_metrics(self.folder / "metrics.jsonl", progress.updates)
         return checkpoint
 
-    def _train_phase(self, index: int, checkpoint: Checkpoint | None) -> bool:
-        phase, steps = self.phases[index], self.config.train.steps
+    def _train_phase(self, index: int) -> bool:
+        phase, steps, checkpoint = self.phases[index], self.config.train.steps, self.saved
         stack = self._make_stack(phase, checkpoint)
         trainer = BlockTrainer(stack, self.config, self._partition(), phase.spans, self.hardware, train_interface=phase.train_interface)
         average = _Average(stack, self.config.train.ema)
@@ -162,7 +179,7 @@ class TrainingRun:
                 return False
             began = time.monotonic()
             figures = trainer.step(torch.from_numpy(self.batches.batch(step)), step)
-            average.update()
+            average.update(step)
             self._fit_partition(trainer, step + 1)
             took = time.monotonic() - began
             self.seconds += took
@@ -178,9 +195,11 @@ class TrainingRun:
     def _fit_partition(self, trainer: BlockTrainer, done: int) -> None:
         """Cut sigma by equal falls of cross entropy, once, from what training logged so far."""
         noise = self.config.noise
-        if noise.partition != "information" or self.fitted or done != max(1, round(noise.information_fit_at * self.config.train.steps)):
+        if noise.partition != "information" or self.fitted or done < noise.information_fit_at * self.config.train.steps:
             return
         seen = [i for i, count in enumerate(trainer.bin_count.tolist()) if count]
+        if len(seen) < 2:
+            return
         edges = [trainer.bin_edges[i] for i in seen] + [trainer.bin_edges[seen[-1] + 1]]
         ce = [float(trainer.bin_sum[i] / trainer.bin_count[i]) for i in seen]
         self.fitted = information_boundaries(edges, ce, noise, self.config.model.blocks)
@@ -226,7 +245,7 @@ class TrainingRun:
         parts["training.safetensors"] = extra
         done = {block_file(b) for earlier in self.phases[:index] for b in earlier.trained}
         kept = sorted(done | (set() if phase.train_interface else {"interface.safetensors"}))
-        save_checkpoint(self.folder, self._progress(index, step), parts, kept)
+        self.saved = save_checkpoint(self.folder, self._progress(index, step), parts, self.saved, kept)
 
     def _progress(self, index: int, step: int) -> Progress:
         steps, tokens = self.config.train.steps, self.config.tokens_per_step
@@ -270,17 +289,22 @@ class TrainingRun:
 
 
 class _Average:
-    """The exponential moving average of a stack's parameters; with decay 0 it is the stack itself."""
+    """The exponential moving average of a stack's parameters; with decay 0 it is the stack itself.
+
+    Early on the decay is (1 + n) / (10 + n) after n updates, so that the random first weights are forgotten however short the run.
+    """
 
     def __init__(self, stack: BlockStack, decay: float) -> None:
         self.stack, self.decay = stack, decay
         self.shadow = {name: p.detach().clone() for name, p in stack.named_parameters()} if decay else {}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, step: int) -> None:
+        """Take in the weights after update `step` (from 0)."""
         if self.decay:
+            decay = min(self.decay, (1 + step) / (10 + step))
             current: list[Tensor] = [p for _, p in self.stack.named_parameters()]
-            torch._foreach_lerp_(list(self.shadow.values()), current, 1 - self.decay)
+            torch._foreach_lerp_(list(self.shadow.values()), current, 1 - decay)
 
     def state(self) -> dict[str, Tensor]:
         return dict(self.shadow) if self.decay else dict(self.stack.state_dict())
@@ -295,17 +319,35 @@ def _take(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def _require_heldout(corpus: Corpus, config: RunConfig) -> None:
+    """Find out before training, not after it, that nothing can be evaluated."""
+    need = config.model.positions + 1
+    if len(corpus.heldout) < need:
+        raise DataError(
+            f"the held-out text has {len(corpus.heldout)} bytes, one sequence needs {need}; "
+            "give more text, a larger data.heldout_fraction, another data.heldout, or fewer model.positions"
+        )
+
+
+@contextlib.contextmanager
+def _only_trainer(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock while training; the system drops it when a process dies. Raises CheckpointError where another process has it."""
+    try:
+        with filelock.FileLock(folder / ".lock", timeout=0):
+            yield
+    except filelock.Timeout:
+        raise CheckpointError(f"{folder}: is being trained by another process; wait for it, or stop it first") from None
+
+
 def _truncate_metrics(path: Path, updates: int) -> None:
-    """Drop lines that belong to steps after the checkpoint: they will be taken again."""
+    """Drop lines that belong to steps after the checkpoint (they will be taken again) and what is not a line of ours."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             if json.loads(line)["updates"] <= updates:
-                kept.append(line)
-        except (ValueError, KeyError):
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):
             continue  # half a line, cut by a kill
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("".join(line + "\n" for line in kept))
-    os.replace(scratch, path)
+    write_bytes(path, b"".join(kept))

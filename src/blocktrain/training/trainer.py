@@ -10,6 +10,7 @@ per block as soon as its loss is there: the arithmetic of end-to-end training, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 
 from blocktrain.config import RunConfig
 from blocktrain.diffusion.noise import Partition, log_bins
+from blocktrain.errors import DivergedError
 from blocktrain.model.transformer import VOCABULARY, BlockStack, layer_flops
 from blocktrain.seeding import fold
 from blocktrain.training.hardware import Hardware
 from blocktrain.training.objective import Span, SpanLoss, SpanObjective, make_views
 from blocktrain.training.optim import clip, make_optimizers, schedule, set_rate
+
+HOPELESS_CE = 100.0  # nats per byte; guessing has ln 256 = 5.5
 
 
 @dataclass
@@ -69,9 +73,17 @@ class BlockTrainer:
         return [*(self.stack.block(b) for b in self.trained), *([self.stack.interface] if self.train_interface else [])]
 
     def step(self, batch: Tensor, step: int) -> StepFigures:
-        """One optimizer step on a batch (N, T + 1) of byte ids; `step` (from 0) sets the learning rate and folds into every draw."""
+        """One optimizer step on a batch (N, T + 1) of byte ids; `step` (from 0) sets the learning rate and folds into every draw.
+
+        Raises DivergedError, with weights and moments untouched, where the loss or a gradient norm is not finite or CE is beyond hope.
+        """
         figures = self.gradients(batch, step)
         figures.grad_norm = clip(self._modules(), self.config.train.clip_norm)
+        if not all(map(math.isfinite, (*figures.loss, *figures.grad_norm))) or max(figures.ce) > HOPELESS_CE:
+            raise DivergedError(
+                f"step {step + 1}: training has diverged (CE {figures.ce}, loss {figures.loss}); the newest checkpoint is from before; "
+                "try a lower train.lr and train.muon_lr, or more train.warmup_steps"
+            )
         figures.rate = schedule(step, self.config.train)
         set_rate(self.optimizers, figures.rate)
         for optimizer in self.optimizers:
