@@ -43,7 +43,7 @@ class Progress(BaseModel):
     finished: bool
     bytes_seen: int  # training bytes that each block was trained on so far (the most advanced block)
     training_flops: float
-    seconds: float  # spent in training steps, over all sessions
+    seconds: float  # spent in training steps, over all starts
     fitted: list[float] | None  # boundaries of an `information` partition
     config: str  # the RunConfig as JSON
     config_digest: str
