@@ -191,6 +191,71 @@ class EvaluateConfig(Section):
     sigma_bins: int = Field(default=8, ge=1, le=256, description="bins of the table of cross entropy per sigma")
 
 
+class RoundConfig(Section):
+    """Rounds of many workers (docs/rounds.md); on one machine they have no effect. May be changed in a live run: a block takes them up with its next round."""
+
+    deadline: Literal["fixed", "recent"] = Field(default="recent", description="deadline_s always, or from a block's recent arrivals: median + k MAD")
+    deadline_s: float = Field(default=120.0, gt=0, le=1e7, description="seconds a round lasts from its first assignment; until three arrivals if recent")
+    deadline_min_s: float = Field(default=5.0, gt=0, le=1e7, description="lower bound in seconds of a deadline that follows arrivals")
+    deadline_max_s: float = Field(default=1800.0, gt=0, le=1e7, description="upper bound in seconds of a deadline that follows arrivals")
+    deadline_mads: float = Field(default=4.0, ge=1e-6, le=1e3, description="k in median + k MAD")
+    quorum: int = Field(default=2, ge=1, le=1 << 20, description="updates that close a round at its deadline; at twice the deadline one is enough")
+    inner_steps: int = Field(default=50, ge=1, le=1 << 30, description="optimizer steps of one assignment")
+    min_span: int = Field(default=1, ge=1, le=4096, description="fewest consecutive blocks that one worker trains together")
+    max_span: int = Field(default=1, ge=1, le=4096, description="most consecutive blocks that one worker trains together, if its memory holds them")
+    max_age: int = Field(default=3, ge=0, le=1 << 20, description="versions that an update may be behind and still count; 0 drops late work")
+    min_work_s: float = Field(default=2.0, gt=0, le=1e7, description="a round with fewer seconds left takes no further worker")
+    heartbeat_limit_s: float = Field(default=30.0, ge=0.1, le=1e6, description="seconds of silence after which a worker is not waited for")
+    upload_limit_s: float = Field(default=3600.0, gt=0, le=1e7, description="seconds for which an upload that has begun stays admitted")
+    strikes: int = Field(default=3, ge=1, le=1 << 20, description="refusals by the gate that suspend a worker")
+    suspension_s: float = Field(default=600.0, gt=0, le=1e7, description="seconds of a suspension")
+    forget_s: float = Field(default=86400.0, gt=0, le=1e9, description="seconds of silence after which a worker's record is dropped")
+
+    @model_validator(mode="after")
+    def check(self) -> RoundConfig:
+        if self.min_span > self.max_span:
+            raise ValueError(f"round.min_span: {self.min_span} is more than round.max_span {self.max_span}")
+        if self.deadline_min_s > self.deadline_max_s:
+            raise ValueError(f"round.deadline_min_s: {self.deadline_min_s} is more than round.deadline_max_s {self.deadline_max_s}")
+        least = min(self.deadline_s, self.deadline_min_s if self.deadline == "recent" else self.deadline_s)
+        if self.min_work_s > least:
+            raise ValueError(f"round.min_work_s: {self.min_work_s} does not fit into a deadline of {least} s")
+        return self
+
+
+CodecName = Literal["fp32", "bf16", "int8"]
+
+
+class OuterConfig(Section):
+    """How the updates of a round become a block's next version, and how both travel."""
+
+    optimizer: Literal["sgd", "nesterov"] = Field(default="sgd", description="sgd with lr 1 is the mean of the replicas; nesterov is DiLoCo's")
+    lr: float = Field(default=1.0, gt=0, le=100, description="outer learning rate; 0.7 is usual with nesterov")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of nesterov")
+    interface: Literal["averaged", "frozen"] = Field(
+        default="averaged", description="the shared interface moves by the mean of all accepted updates, or stays as it was drawn"
+    )
+    norm_limit: float = Field(default=3.0, ge=0, description="an update's norm may be this many times the median of its round; 0 is off")
+    norm_beyond: Literal["clip", "refuse"] = Field(default="clip", description="what happens to an update beyond norm_limit")
+    up_codec: CodecName = Field(default="fp32", description="of updates: fp32, bf16, or int8 in groups of 256 with error feedback")
+    down_codec: CodecName = Field(default="fp32", description="of the step from a version to the next; a lossy one is what defines the next version")
+    upstream_codec: CodecName = Field(default="fp32", description="of the frozen blocks before a worker's own")
+
+
+class LimitsConfig(Section):
+    """What a coordinator lets the outside do."""
+
+    json_kb: int = Field(default=64, ge=1, le=1 << 20, description="longest JSON body in KiB")
+    part_mb: float = Field(default=8.0, gt=0.001, le=1024, description="size in MiB of the parts an update is sent in")
+    parallel_transfers: int = Field(default=8, ge=1, le=4096, description="downloads served at once; who comes later waits in line")
+    requests_per_s: int = Field(default=50, ge=1, le=1 << 20, description="requests of one worker, on average over ten seconds")
+    joins_per_minute: int = Field(default=600, ge=1, le=1 << 20, description="attempts to join from one address, right or wrong")
+    max_workers: int = Field(default=10000, ge=1, le=1 << 24, description="members at one time")
+    keep_versions: int = Field(default=3, ge=1, le=1 << 20, description="versions of each block that stay in the store")
+    keep_updates: bool = Field(default=False, description="keep every accepted update, so that a run can be replayed from its first version")
+    free_disk_mb: float = Field(default=64.0, ge=0, description="MiB that must stay free in a local store; uploads wait below it")
+
+
 class RunConfig(Section):
     """A whole run. `seed` is folded with (block, step, purpose) into every random draw."""
 
@@ -201,6 +266,9 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    round: RoundConfig = RoundConfig()
+    outer: OuterConfig = OuterConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @model_validator(mode="after")
     def check(self) -> RunConfig:
@@ -213,6 +281,10 @@ class RunConfig(Section):
             raise ValueError(f"objective.window: {self.objective.window} must be below model.positions {self.model.positions}")
         if self.noise.partition == "information" and not (self.objective.noisy and self.objective.span == 1 and blocks > 1):
             raise ValueError("noise.partition: 'information' needs objective.denoise_weight > 0, objective.span = 1 and model.blocks > 1")
+        if self.round.min_span > blocks:
+            raise ValueError(f"round.min_span: {self.round.min_span} is more than model.blocks {blocks}")
+        if self.round.max_span > 1 and self.objective.input == "independent":
+            raise ValueError(f"round.max_span: {self.round.max_span} needs objective.input = 'upstream', independent blocks share no gradient")
         if self.train.order == "sequential":
             if self.objective.span > 1:
                 raise ValueError("train.order: sequential trains one block at a time, objective.span must be 1")
@@ -222,8 +294,12 @@ class RunConfig(Section):
 
     @property
     def digest(self) -> str:
-        """sha256 of the canonical JSON of what decides how the run trains: all but where the text lies, what is logged, and how much is evaluated."""
-        fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, "train": {"checkpoint_every", "log_every"}})
+        """sha256 of the canonical JSON of what decides how the run trains on one machine.
+
+        Left out: where the text lies, what is logged, how much is evaluated, and how many workers share the work.
+        """
+        several = {"round": True, "outer": True, "limits": True}
+        fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, "train": {"checkpoint_every", "log_every"}, **several})
         return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property
@@ -372,6 +448,8 @@ def to_toml(config: RunConfig) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that JSON leaves and TOML forbids
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, float):

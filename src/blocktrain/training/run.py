@@ -48,6 +48,7 @@ FREE = {
     *("train.steps", "train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
     *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout"),
     *("data.corpus", "data.heldout", "data.heldout_fraction"),  # the text itself is held by its digest
+    *(f"{name}.{key}" for name in ("round", "outer", "limits") for key in type(getattr(RunConfig(), name)).model_fields),  # of many workers
 }
 
 

@@ -72,8 +72,10 @@ class BlockTrainer:
     def _modules(self) -> list[nn.Module]:
         return [*(self.stack.block(b) for b in self.trained), *([self.stack.interface] if self.train_interface else [])]
 
-    def step(self, batch: Tensor, step: int) -> StepFigures:
-        """One optimizer step on a batch (N, T + 1) of byte ids; `step` (from 0) sets the learning rate and folds into every draw.
+    def step(self, batch: Tensor, step: int, schedule_step: int | None = None) -> StepFigures:
+        """One optimizer step on a batch (N, T + 1) of byte ids; `step` (from 0) folds into every draw and sets the learning rate.
+
+        Where many workers share a block's steps, `schedule_step` is where the block's learning rate stands.
 
         Raises DivergedError, with weights and moments untouched, where the loss or a gradient norm is not finite or CE is beyond hope.
         """
@@ -84,7 +86,7 @@ class BlockTrainer:
                 f"step {step + 1}: training has diverged (CE {figures.ce}, loss {figures.loss}); the newest checkpoint is from before; "
                 "try a lower train.lr and train.muon_lr, or more train.warmup_steps"
             )
-        figures.rate = schedule(step, self.config.train)
+        figures.rate = schedule(step if schedule_step is None else schedule_step, self.config.train)
         set_rate(self.optimizers, figures.rate)
         for optimizer in self.optimizers:
             optimizer.step()
