@@ -585,6 +585,32 @@ def test_closing_twice_is_refused():
     assert story.versions == [1]
 
 
+def test_the_shared_interface_moves_on_with_one_close_at_a_time():
+    story = Story("a b c join, a b c ask", blocks=3)
+    for name in "abc":
+        story.state, _ = apply(story.state, Push(1.0, name, f"{name}1", story.key[name], 4))
+    first, second, third = (decision.event(1.0, interface=0) for decision in decide(story.state, 1.0))
+    story.state, answer = apply(story.state, first)
+    assert answer.kind == "ok" and story.state.interface == 1
+    state, answer = apply(story.state, second)
+    assert state == story.state
+    assert answer == Answer("conflict", "block 1 version 0 cannot be closed: the shared interface has moved on, decide again")
+    assert isinstance(second, Close) and isinstance(third, Close)
+    story.state, _ = apply(story.state, replace(second, interface=1))
+    story.state, _ = apply(story.state, replace(third, interface=-1))  # travels without it
+    assert story.versions == [1, 1, 1] and story.state.interface == 2
+
+
+def test_work_names_the_versions_of_the_blocks_before_it_and_of_the_interface_as_it_was_given():
+    story = Story("a b c join, a b ask, a push, c ask", blocks=3)
+    assert story.assignment("c").blocks == (2,) and story.assignment("c").upstream == (1, 0)
+    story.state = replace(story.state, interface=5)
+    story.tell("b push, a ask, c ask")
+    assert story.versions == [1, 1, 0]
+    assert story.assignment("c").upstream == (1, 0) and story.assignment("c").interface == 0  # told again as it was
+    assert story.assignment("a").interface == 5
+
+
 def test_shares_do_not_depend_on_the_order_of_arrival():
     orders = ["a b c", "c a b", "b c a"]
     shares = []
@@ -757,6 +783,7 @@ def test_every_event_comes_back_from_json_as_it_was():
         Push(1, "a", "p", "k", 10**60),
         ChangeRules(1.0, Rules(quorum=5)),
         Close(1.0, 0, 3, ("a", "b"), "reason"),
+        Close(1.0, 0, 3, ("a", "b"), "reason", interface=4),
     ]
     assert [from_tagged_json(EVENTS, to_tagged_json(event)) for event in sent] == sent
     back = from_tagged_json(EVENTS, to_tagged_json(Push(1.0, "a", "p", "k", math.nan)))

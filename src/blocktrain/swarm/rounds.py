@@ -218,7 +218,9 @@ def _give(state: State, event: Ask, worker: Worker) -> Result:
     key = _key(state)
     steps = first_free(united(r for block in placement.blocks for r in block.taken), state.rules.inner_steps)
     bases = tuple(Base(b.index, b.version, b.tokens, waits) for b, waits in zip(placement.blocks, placement.awaited, strict=True))
-    assignment = Assignment(key, worker.name, bases, state.seed, steps, state.now, state.now + placement.time_left_s)
+    upstream = tuple(block.version for block in state.blocks[: bases[0].block])
+    ends_at = state.now + placement.time_left_s
+    assignment = Assignment(key, worker.name, bases, state.seed, steps, state.now, ends_at, state.interface, upstream)
     for block in placement.blocks:
         state = _put_block(state, replace(_opened(state, block, key), taken=united([*block.taken, *steps])))
     state = _put_worker(state, replace(worker, last_ask=event.ask, last_key=key, last_blocks=assignment.blocks))
@@ -343,6 +345,11 @@ def _close(state: State, event: Close) -> Result:
     if event.version != block.version or not event.keys or not here.issuperset(event.keys):
         gone = "it is closed already" if event.version != block.version else "an update in it was dropped meanwhile, decide again"
         return state, Answer("conflict", f"block {event.block} version {event.version} cannot be closed: {gone}")
+    if event.interface >= 0:
+        if event.interface != state.interface:
+            gone = "the shared interface has moved on, decide again"
+            return state, Answer("conflict", f"block {event.block} version {event.version} cannot be closed: {gone}")
+        state = replace(state, interface=state.interface + 1)
     counted = [update for update in block.pending if update.key in event.keys]
     left = tuple(update for update in block.pending if update.key not in event.keys)
     block = _ended(state, block, event.reason, counted)

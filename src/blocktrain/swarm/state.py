@@ -101,6 +101,8 @@ class Assignment:
     steps: Ranges  # the lease: inner steps by their number in the block's data
     issued_at: float
     ends_at: float
+    interface: int  # version of the shared interface when it was given
+    upstream: tuple[int, ...]  # versions, when it was given, of all blocks before its first
     upload: Upload | None = None
     answer: Answer | None = None  # once settled, for good
 
@@ -174,6 +176,7 @@ class State:
     now: float  # time of the newest event; time never runs backwards
     seen_at: float  # when any member was last heard
     next_serial: int = 0
+    interface: int = 0  # version of what all blocks share
     workers: dict[str, Worker] = field(default_factory=dict)
     assignments: dict[str, Assignment] = field(default_factory=dict)
 
@@ -269,13 +272,14 @@ class ChangeRules:
 
 @dataclass(frozen=True)
 class Close:
-    """The block's next version, made of the updates `keys`, is written."""
+    """The block's next version, made of the updates `keys`, is written; with `interface`, so is the next version of the shared interface."""
 
     now: float
     block: int
     version: int  # that the round began from
     keys: tuple[str, ...]
     reason: str
+    interface: int = -1  # its version that the next one was made from; -1: left as it is
 
 
 @dataclass(frozen=True)
@@ -324,10 +328,10 @@ class Decision:
         """Updates trained from the block's own version."""
         return sum(share.age == 0 for share in self.shares)
 
-    def event(self, now: float) -> Close | Abandon:
-        """What to report when it is done."""
+    def event(self, now: float, interface: int = -1) -> Close | Abandon:
+        """What to report when it is done; see Close for `interface`."""
         if self.action == "close":
-            return Close(now, self.block, self.version, tuple(share.key for share in self.shares), self.reason)
+            return Close(now, self.block, self.version, tuple(share.key for share in self.shares), self.reason, interface)
         assert self.action == "abandon"
         return Abandon(now, self.block, self.version, self.reason)
 
