@@ -1,0 +1,97 @@
+"""The parts of a model that are versioned and travel: the shared interface and each block, with their tensors' shapes and first values.
+
+Only what learns is sent in an update. Which tensors learn follows from the objective (a run without a noisy target never moves the noise embedding): it
+is found by one backward pass through a stack of the same structure and the smallest width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from blocktrain.config import RunConfig, make_config, merge_fields
+from blocktrain.diffusion.noise import make_partition
+from blocktrain.model.transformer import BlockStack
+from blocktrain.swarm.protocol import part_of
+from blocktrain.training.objective import SpanObjective, make_views
+
+Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+INTERFACE = "interface"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a run's parts hold. A stand-in for a model may have any tensors: nothing above this knows what they are."""
+
+    blocks: int
+    entries: Mapping[str, Entries]  # part -> every tensor of its file
+    trainable: Mapping[str, tuple[str, ...]]  # part -> tensors that an update changes, sorted
+    initial: Callable[[str], Iterator[tuple[str, Tensor]]]  # the first version of a part, in the order of names
+    interface_travels: bool
+
+    def parts_of(self, first: int, stop: int) -> list[str]:
+        """Parts that an update of blocks first .. stop - 1 changes."""
+        return [*([INTERFACE] if self.interface_travels else []), *(part_of(b) for b in range(first, stop))]
+
+    def part_shapes(self, part: str) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that learn, by their names in the part."""
+        return {name: self.entries[part][name][1] for name in self.trainable[part]}
+
+    def update_shapes(self, first: int, stop: int) -> dict[str, tuple[int, ...]]:
+        """Of an update of blocks first .. stop - 1, by their names in the update."""
+        return {f"{part}/{name}": shape for part in self.parts_of(first, stop) for name, shape in self.part_shapes(part).items()}
+
+    @property
+    def digest(self) -> str:
+        plain = {part: {n: [str(d), list(s), n in self.trainable[part]] for n, (d, s) in sorted(e.items())} for part, e in sorted(self.entries.items())}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """The parts of a run's model."""
+    entries: dict[str, Entries] = {}
+    trainable: dict[str, tuple[str, ...]] = {}
+    learns = _learning(config)
+    with torch.device("meta"):
+        stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
+    for part, module in [(INTERFACE, stack.interface), *((part_of(b), stack.block(b)) for b in range(config.model.blocks))]:
+        entries[part] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
+        role = part if part == INTERFACE else "last" if part == part_of(config.model.blocks - 1) else "block"
+        trainable[part] = tuple(sorted(name for name in entries[part] if name in learns[role]))
+    return Layout(config.model.blocks, entries, trainable, lambda part: _initial(config, part), config.outer.interface == "averaged")
+
+
+def _initial(config: RunConfig, part: str) -> Iterator[tuple[str, Tensor]]:
+    held = [] if part == INTERFACE else [int(part.removeprefix("block-"))]
+    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
+    module = stack.interface if part == INTERFACE else stack.block(held[0])
+    yield from sorted(module.state_dict().items())
+
+
+def _learning(config: RunConfig) -> dict[str, frozenset[str]]:
+    """Names of the tensors that get a gradient, by role: interface, block, last."""
+    text = config.model_copy(update={"evaluate": type(config.evaluate)()}).model_dump_json()
+    return _learning_of(text)
+
+
+@cache
+def _learning_of(config_json: str) -> dict[str, frozenset[str]]:
+    full = RunConfig.model_validate_json(config_json)
+    blocks = min(full.model.blocks, 2)
+    small = {"blocks": blocks, "width": 8, "heads": 1, "positions": 4, "embed_dim": 4, "noise_dim": 2}
+    less = {"model": small, "noise": {"partition": "lognormal"}, "objective": {"span": 1, "window": 0}, "round": {"min_span": 1, "max_span": 1}}
+    config = make_config(merge_fields(full.model_dump(), less), "layout")
+    stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
+    ids = torch.arange(5)[None]
+    views = make_views(config, make_partition(config.noise, blocks), ids[:, :-1], ids[:, 1:], 0)
+    objective = SpanObjective(stack, config, views)
+    for b in range(blocks):
+        objective.loss((b, b + 1)).loss.backward()
+    modules = {INTERFACE: stack.interface, "block": stack.block(0), "last": stack.block(blocks - 1)}
+    return {role: frozenset(name for name, p in module.named_parameters() if p.grad is not None) for role, module in modules.items()}

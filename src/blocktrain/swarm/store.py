@@ -1,0 +1,302 @@
+"""Where a run's state and bytes lie: one database and one object store behind one small interface.
+
+Database (SQLAlchemy Core; SQLite beside the blobs by default)
+  events     the journal: every event of the rules in the order in which it was applied; `seq` is what several coordinators agree by
+  snapshots  the state after an event, so that the journal before it may go
+  versions   one manifest per (part, version), written in the transaction that closes the round
+  updates    what each assignment brought: size, digest, norm, metrics, answer
+  tokens, sessions, facts, ledger, headlines, notes
+
+Blobs (obstore; a folder, memory, or an object store by URL) have names with their content's digest in it, so a coordinator that loses a race overwrites nothing.
+
+Nothing here assumes that one process owns a run: what must happen once happens in a transaction that first reads the events it has not seen
+(`Transaction.events_after`) and then appends its own under the next `seq`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+import sqlalchemy as sa
+from obstore.store import LocalStore, MemoryStore, from_url
+
+from blocktrain.errors import CheckpointError
+
+CHUNK = 1 << 20
+Row = Mapping[str, Any]
+ObjectStore = Any  # obstore's stores share no public base class
+
+_tables = sa.MetaData()
+_text, _big = sa.Text, sa.BigInteger
+facts = sa.Table("facts", _tables, sa.Column("name", _text, primary_key=True), sa.Column("value", _text, nullable=False))
+events = sa.Table("events", _tables, sa.Column("seq", _big, primary_key=True, autoincrement=False), sa.Column("event", _text, nullable=False))
+snapshots = sa.Table("snapshots", _tables, sa.Column("seq", _big, primary_key=True, autoincrement=False), sa.Column("state", _text, nullable=False))
+versions = sa.Table(
+    "versions",
+    _tables,
+    sa.Column("part", _text, primary_key=True),
+    sa.Column("version", _big, primary_key=True, autoincrement=False),
+    sa.Column("seq", _big, nullable=False),  # of the event that made it
+    sa.Column("manifest", _text, nullable=False),
+)
+updates = sa.Table(
+    "updates",
+    _tables,
+    sa.Column("key", _text, primary_key=True),
+    sa.Column("worker", _text, nullable=False),
+    sa.Column("blocks", _text, nullable=False),  # JSON list
+    sa.Column("codec", _text, nullable=False),
+    sa.Column("size", _big, nullable=False),
+    sa.Column("parts", _text, nullable=False),  # JSON list of blob names, in order
+    sa.Column("sha256", _text, nullable=False, index=True),
+    sa.Column("num_samples", _big, nullable=False),
+    sa.Column("norm", sa.Float, nullable=False),
+    sa.Column("metrics", _text, nullable=False),  # JSON
+    sa.Column("kind", _text, nullable=False),  # of the answer
+    sa.Column("reason", _text, nullable=False),
+    sa.Column("at", sa.Float, nullable=False),
+)
+tokens = sa.Table(
+    "tokens",
+    _tables,
+    sa.Column("name", _text, primary_key=True),
+    sa.Column("hash", _text, nullable=False, unique=True),
+    sa.Column("revoked", sa.Boolean, nullable=False),
+)
+sessions = sa.Table(
+    "sessions",
+    _tables,
+    sa.Column("worker", _text, primary_key=True),
+    sa.Column("process", _text, nullable=False),
+    sa.Column("hash", _text, nullable=False),
+    sa.Column("token", _text, nullable=False),
+    sa.Column("public_key", _text, nullable=False),
+)
+ledger = sa.Table(
+    "ledger",
+    _tables,
+    sa.Column("worker", _text, primary_key=True),
+    sa.Column("part", _text, primary_key=True),  # interface, block-000, text, or empty for control
+    sa.Column("kind", _text, primary_key=True),  # weights, updates, text, control
+    sa.Column("direction", _text, primary_key=True),  # down, up
+    sa.Column("bytes", _big, nullable=False),
+)
+headlines = sa.Table("headlines", _tables, sa.Column("tokens", _big, primary_key=True, autoincrement=False), sa.Column("figures", _text, nullable=False))
+notes = sa.Table(
+    "notes",
+    _tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("kind", _text, nullable=False),  # log, refusal
+    sa.Column("worker", _text, nullable=False),
+    sa.Column("block", sa.Integer),
+    sa.Column("text", _text, nullable=False),
+)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A stored blob as a manifest names it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Transaction:
+    """One atomic change of the database."""
+
+    def __init__(self, connection: sa.Connection) -> None:
+        self.connection = connection
+
+    def events_after(self, seq: int) -> list[tuple[int, str]]:
+        rows = self.connection.execute(sa.select(events.c.seq, events.c.event).where(events.c.seq > seq).order_by(events.c.seq))
+        return [(row.seq, row.event) for row in rows]
+
+    def put(self, table: sa.Table, **values: Any) -> None:
+        """Insert a row, or replace the one with the same key."""
+        keys = [column.name for column in table.primary_key.columns if column.name in values]
+        if keys:
+            self.connection.execute(table.delete().where(*(table.c[key] == values[key] for key in keys)))
+        self.connection.execute(table.insert().values(**values))
+
+    def rows(self, query: sa.Select[Any]) -> list[Row]:
+        return [dict(row._mapping) for row in self.connection.execute(query)]
+
+    def execute(self, statement: Any) -> int:
+        """The number of rows it changed."""
+        return self.connection.execute(statement).rowcount
+
+    def add_bytes(self, counts: Mapping[tuple[str, str, str, str], int]) -> None:
+        """Add to the ledger: (worker, part, kind, direction) -> bytes."""
+        for (worker, part, kind, direction), count in counts.items():
+            same = (ledger.c.worker == worker, ledger.c.part == part, ledger.c.kind == kind, ledger.c.direction == direction)
+            if not self.execute(ledger.update().where(*same).values(bytes=ledger.c.bytes + count)):
+                self.connection.execute(ledger.insert().values(worker=worker, part=part, kind=kind, direction=direction, bytes=count))
+
+
+class Blobs:
+    """Named bytes. A blob appears whole or not at all; names are made of letters, digits, `.`, `-` and `/`."""
+
+    def __init__(self, store: ObjectStore, folder: Path | None = None) -> None:
+        self.store = store
+        self.folder = folder  # of a local store, to look at the disk's room
+
+    def put(self, name: str, data: bytes | memoryview) -> Blob:
+        obstore.put(self.store, name, bytes(data))
+        return Blob(name, len(data), hashlib.sha256(data).hexdigest())
+
+    def put_stream(self, prefix: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> Blob:
+        """Write chunks as they come and name the blob PREFIX-<first 16 digits of its sha256>SUFFIX."""
+        digest, size = hashlib.sha256(), 0
+        scratch = f"scratch/{hashlib.sha256(prefix.encode()).hexdigest()[:12]}-{id(chunks):x}"
+        with obstore.open_writer(self.store, scratch, buffer_size=8 * CHUNK) as writer:
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                for start in range(0, len(view), 8 * CHUNK):
+                    piece = view[start : start + 8 * CHUNK]
+                    digest.update(piece)
+                    writer.write(bytes(piece))
+                size += len(view)
+        blob = Blob(f"{prefix}-{digest.hexdigest()[:16]}{suffix}", size, digest.hexdigest())
+        obstore.rename(self.store, scratch, blob.name)
+        return blob
+
+    def size(self, name: str) -> int | None:
+        """Of a blob, None where there is none."""
+        try:
+            return int(obstore.head(self.store, name)["size"])
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[bytes]:
+        for at in range(start, stop, CHUNK):
+            yield self.read(name, at, min(stop, at + CHUNK))
+
+    def names(self, prefix: str) -> list[str]:
+        return [str(entry["path"]) for page in obstore.list(self.store, prefix) for entry in page]
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                obstore.delete(self.store, name)
+            except FileNotFoundError:
+                continue
+
+    def path(self, name: str) -> Path | None:
+        """Where a local store keeps a blob, for whoever can serve files faster than bytes."""
+        return self.folder / name if self.folder else None
+
+    def free_bytes(self) -> int | None:
+        """Room on a local store's disk."""
+        return shutil.disk_usage(self.folder).free if self.folder else None
+
+
+class BlobSource:
+    """One or more blobs read as one run of bytes (a `Source`)."""
+
+    def __init__(self, blobs: Blobs, parts: Iterable[tuple[str, int]]) -> None:
+        self.blobs, self.parts = blobs, list(parts)  # (name, size)
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    def read(self, start: int, stop: int) -> bytes:
+        pieces, at = [], 0
+        for name, size in self.parts:
+            low, high = max(start, at), min(stop, at + size)
+            if low < high:
+                pieces.append(self.blobs.read(name, low - at, high - at))
+            at += size
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class Store:
+    """A run's database and blobs."""
+
+    def __init__(self, database_url: str, blobs: Blobs) -> None:
+        self.blobs = blobs
+        in_memory = database_url in ("sqlite://", "sqlite:///:memory:")
+        more: dict[str, Any] = {"poolclass": sa.pool.StaticPool} if in_memory else {}
+        arguments = {"check_same_thread": False, "timeout": 30} if database_url.startswith("sqlite") else {}
+        self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
+        if self.engine.dialect.name == "sqlite":
+            sa.event.listen(self.engine, "connect", _prepare_sqlite)
+            sa.event.listen(self.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        try:
+            _tables.create_all(self.engine)
+        except sa.exc.SQLAlchemyError as error:
+            raise CheckpointError(f"{self.engine.url.render_as_string()}: cannot be opened ({_first_line(error)})") from None
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """All or nothing; raises OSError where the disk is full or cannot be written."""
+        try:
+            with self.engine.begin() as connection:
+                yield Transaction(connection)
+        except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
+            raise OSError(f"database: {_first_line(error)}") from error
+
+    def fact(self, name: str) -> str | None:
+        with self.transaction() as tx:
+            found = tx.rows(sa.select(facts.c.value).where(facts.c.name == name))
+        return found[0]["value"] if found else None
+
+    def fact_once(self, name: str, value: str) -> str:
+        """The fact of that name: `value`, unless somebody has written another one before."""
+        with self.transaction() as tx:
+            found = tx.rows(sa.select(facts.c.value).where(facts.c.name == name))
+            if not found:
+                tx.put(facts, name=name, value=value)
+        return found[0]["value"] if found else value
+
+    def manifest(self, part: str, version: int) -> dict[str, Any] | None:
+        with self.transaction() as tx:
+            found = tx.rows(sa.select(versions.c.manifest).where(versions.c.part == part, versions.c.version == version))
+        return json.loads(found[0]["manifest"]) if found else None
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # transactions begin where we say so
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(getattr(error, "orig", error)).splitlines()[0][:200]
+
+
+def open_store(folder: Path) -> Store:
+    """The default: SQLite and a folder of blobs."""
+    try:
+        (folder / "blobs").mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # it holds the run's private key
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made ({error.strerror})") from None
+    blobs = Blobs(LocalStore(folder / "blobs", automatic_cleanup=False), folder / "blobs")
+    return Store(f"sqlite:///{folder / 'state.db'}", blobs)
+
+
+def open_store_by_url(database: str, blobs: str) -> Store:
+    """Any database and object store that the libraries know, for example postgresql://... and s3://..."""
+    return Store(database, Blobs(from_url(blobs)))
+
+
+def memory_store() -> Store:
+    """Nothing outlives the process: for simulations and tests."""
+    return Store("sqlite://", Blobs(MemoryStore()))
