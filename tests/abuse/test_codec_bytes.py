@@ -121,7 +121,7 @@ HEADERS = {
     "overlap": ("begins at byte", lambda header: [h.update(data_offsets=[0, h["data_offsets"][1] - h["data_offsets"][0]]) for h in entries(header)]),
     "further field": ("a.weight: its entry", put("a.weight", code="x")),
     "no entry": ("a.weight: its entry", lambda header: header.update({"a.weight": [1, 2]})),
-    "no metadata": ("metadata is None", drop("__metadata__")),
+    "no metadata": (r"metadata is \{\}", drop("__metadata__")),
     "lines in metadata": (r"metadata is 'a\\nb'", lambda header: header.update({"__metadata__": "a\nb"})),
     "more metadata": ("metadata is", lambda header: header["__metadata__"].update(x="y")),
     "unknown codec": ("metadata is .*int2", lambda header: header["__metadata__"].update(blocktrain="update/1 int2")),

@@ -57,14 +57,14 @@ def test_the_file_is_a_safetensors_file(codec: Codec):
 
 
 def test_golden_bytes_of_int8():
-    """The format, byte for byte: a header of JSON padded with spaces, then values in the order of size of their type."""
+    """The format, byte for byte: a header of JSON padded with spaces, then each tensor's values and its scales."""
     data = encode_update([("w", torch.tensor([0.0, 127.0, -63.5, 1.0]))], "int8").data
     header = (
         b'{"__metadata__":{"blocktrain":"update/1 int8"},'
-        b'"w:scale":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"I8","shape":[4],"data_offsets":[4,8]}}'
+        b'"w":{"dtype":"I8","shape":[4],"data_offsets":[0,4]},"w:scale":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
     )
     header += b" " * (-len(header) % 8)
-    assert data == len(header).to_bytes(8, "little") + header + b"\x00\x00\x80\x3f" + bytes([0, 127, 256 - 64, 1])
+    assert data == len(header).to_bytes(8, "little") + header + bytes([0, 127, 256 - 64, 1]) + b"\x00\x00\x80\x3f"
 
 
 def test_int8_is_exact_on_its_own_grid_and_within_half_a_step_elsewhere():
