@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,6 +21,7 @@ from blocktrain.swarm.rounds import apply, figures, new_state
 from blocktrain.swarm.rules import Rules, staleness_factor
 from blocktrain.swarm.state import (
     EVENTS,
+    Abandon,
     Answer,
     Ask,
     Beat,
@@ -316,3 +317,95 @@ class Host(RuleBasedStateMachine):
 
 Host.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestHost = Host.TestCase
+
+
+# --- The end of a run ---
+
+deeds = st.sampled_from(["ask", "ask", "begin", "push", "push", "half", "lie", "return", "crash", "leave", "takeover", "revoke", "time", "time", "rest"])
+
+
+class Ending:
+    """A prompt host and workers that crash, return and are refused, until the run has ended."""
+
+    def __init__(self, span: int, target: int, capacities: list[int]) -> None:
+        self.now, self.asks, self.target = 0.0, 0, target
+        rules = replace(RULES, target_steps=target, max_span=span, suspension_s=5.0)
+        self.state = new_state(3, 7, rules, samples_per_step=SAMPLES, tokens_per_sample=TOKENS, now=0.0)
+        self.capacity = dict(zip("abcd", capacities, strict=True))
+        self.process = dict.fromkeys("abcd", 1)
+        self.up: set[str] = set()
+        self.counted: list[Counter[int]] = [Counter() for _ in self.state.blocks]
+
+    def send(self, event: Event) -> Answer:
+        if isinstance(event, Close):
+            for update in self.state.blocks[event.block].pending:
+                self.counted[event.block].update(steps_of(update.steps))
+        self.state, answer = apply(self.state, event)
+        for decision in decide(self.state, self.now):
+            if decision.action != "wait" and not isinstance(event, Close | Abandon):
+                assert self.send(decision.event(self.now)).kind == "ok"
+        return answer
+
+    def does(self, name: str, deed: str) -> Answer | None:
+        who = (self.now, name, str(self.process[name]))
+        if deed in ("time", "rest"):
+            self.now += 2 if deed == "time" else 30
+            return None
+        if deed == "crash":
+            self.up.discard(name)
+        if deed == "crash" or (deed != "takeover" and name not in self.up):
+            return None
+        if deed == "takeover":
+            self.process[name] += 1
+            self.up.add(name)
+            return self.send(Join(self.now, name, str(self.process[name]), self.capacity[name], takeover=True))
+        if deed == "ask":
+            self.asks += 1
+            return self.send(Ask(*who, str(self.asks)))
+        mine = [a for a in self.state.assignments.values() if a.worker == name and a.answer is None]
+        if deed == "leave":
+            self.up.discard(name)
+            return self.send(Leave(*who))
+        if deed == "revoke":
+            return self.send(Revoke(self.now, name)) if name == "d" else None
+        if not mine:
+            return None
+        key, most = mine[-1].key, mine[-1].num_steps * SAMPLES
+        if deed == "begin":
+            return self.send(Begin(*who, key))
+        if deed == "return":
+            return self.send(GiveBack(*who, key, "no memory"))
+        return self.send(Push(*who, key, {"push": most, "half": max(1, most // 2), "lie": 0}[deed]))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    span=st.integers(1, 2),
+    target=st.integers(1, 40),
+    capacities=st.lists(st.integers(1, 2), min_size=4, max_size=4),
+    history=st.lists(st.tuples(st.sampled_from("abcd"), deeds), max_size=80),
+    rest=st.sets(st.sampled_from("abc"), min_size=1),
+)
+def test_whoever_crashes_a_run_ends_with_its_steps_counted(
+    span: int, target: int, capacities: list[int], history: list[tuple[str, str]], rest: set[str]
+) -> None:
+    run = Ending(span, target, capacities)
+    for name in "abcd":
+        run.does(name, "takeover")
+    for name, deed in history:
+        run.does(name, deed)
+    for name in "abcd":
+        run.does(name, "takeover" if name in rest else "crash")
+    ended: set[str] = set()
+    for _ in range(400):
+        for name in sorted(rest):
+            answer = run.does(name, "ask")
+            ended |= {name} if answer and answer.kind == "finished" else set()
+            run.does(name, "push")
+        if ended == rest:
+            break
+        run.now += 1.0
+    assert ended == rest
+    for counted in run.counted:
+        assert max(counted.values()) == 1
+        assert set(counted) == set(range(target)) if span == 1 else len(counted) >= target

@@ -628,6 +628,72 @@ def test_participation_is_of_assigned():
     assert figures(story.state, story.now).blocks[0].participation == pytest.approx((3 + 1) / (4 + 2))
 
 
+# --- The end of the run ---
+
+
+def test_a_run_ends_when_every_block_has_taken_its_steps():
+    story = Story("a b join, a ask, a push, b ask, b push, a ask, a push, a ask", target_steps=25)
+    assert [a.steps for a in story.state.assignments.values()] == [((0, 10),), ((10, 20),), ((20, 25),)]  # the last is shorter
+    assert story.told["a"] == Answer("finished", "all blocks have taken their 25 steps") and not story.told["a"].refused
+    assert story.block().tokens == 25 * SAMPLES * TOKENS
+    assert figures(story.state, 500.0).blocks[0].state == "done"
+    assert figures(story.state, 500.0).blocks[0].reason == "done: all its 25 steps are leased or counted"
+    story.send(ChangeRules(500.0, replace(story.rules, target_steps=26)))
+    assert story.act("a", "join").kind == "ok" and story.act("a", "ask").kind == "assigned"  # it goes on
+
+
+def test_while_others_work_on_the_last_steps_a_worker_waits():
+    story = Story("a b join, a b ask, b push, b ask", target_steps=20)
+    assert story.told["b"].kind == "wait"
+    assert story.tell("a push, b ask").told["b"].kind == "finished"
+
+
+def test_steps_that_come_back_are_given_again_before_the_end():
+    story = Story("a b c join, a b ask, b half, c ask", target_steps=20)
+    assert story.assignment("c").steps == ((15, 20),)
+    assert story.tell("c return, b ask").told["b"].kind == "wait"  # its part of this round is done
+    story.tell("a push, b ask, b push, a ask")
+    assert story.told["a"].kind == "finished" and story.block().taken == ((0, 20),)
+
+
+def test_the_end_does_not_wait_for_a_dead_workers_lease():
+    story = Story("a b join, a b ask, a die, 10s, b push, b ask", target_steps=20)
+    assert story.told["b"].kind == "wait"
+    story.tell("31s, b ask")
+    assert story.told["b"].kind == "assigned" and story.assignment("b").steps == ((0, 10),)
+    assert story.tell("b push, b ask").told["b"].kind == "finished"
+    assert story.tell("a restart").send(Push(40.0, "a", "a2", story.key["a"], 4)).reason.startswith("the steps of the last leases are given to others")
+
+
+def test_the_end_does_not_wait_for_ever_for_a_worker_that_lives_and_does_not_report():
+    story = Story("a b join, a b ask, 10s, b push, 119s, b ask", target_steps=20, quorum=1)
+    assert story.told["b"].kind == "wait" and story.versions == [1]
+    assert story.tell("120s, b ask, b push, b ask").told["b"].kind == "finished"
+    uploading = Story("a b join, a b ask, 10s, b push, a begin, 500s, b ask", target_steps=20, quorum=1)
+    assert uploading.told["b"].kind == "wait"
+    assert uploading.tell("a push, 501s, b ask").told["b"].kind == "finished"  # with nobody to come, it is not waited for a fresh one
+
+
+def test_nobody_is_sent_to_a_done_block_unless_it_lies_beside_one_that_is_not():
+    story = Story("n join, n ask, n push", blocks=2, target_steps=10, max_span=2)
+    story.capacity = 2
+    story.tell("w join, w ask")
+    work = story.assignment("w")
+    assert work.blocks == (0, 1) and work.steps == ((10, 20),)
+    assert story.tell("w push, w ask, n ask").told["w"].kind == "finished" == story.told["n"].kind
+
+
+def test_a_span_is_shortened_where_done_blocks_have_no_place_for_the_worker():
+    story = Story(blocks=2, target_steps=10)
+    for name, capacity, what in (("n", 1, "join, n ask"), ("w", 2, "join, w ask, w half")):
+        story.capacity = capacity
+        story.tell(f"{name} {what}")
+    assert story.assignment("w").blocks == (0, 1)
+    assert [count_of(block.taken) for block in story.state.blocks] == [10 + 5, 5]
+    story.tell("w ask")
+    assert story.assignment("w").blocks == (1,)  # block 0 is done and waits for n; w has done its part there
+
+
 # --- Deadlines and changed rules ---
 
 
@@ -690,6 +756,7 @@ def test_a_changed_deadline_and_quorum_take_effect_at_the_next_round():  # case 
         ({"heartbeat_limit_s": math.inf}, r"round\.heartbeat_limit_s"),
         ({"deadline_mads": math.nan}, r"round\.deadline_mads"),
         ({"max_age": -1}, r"round\.max_age"),
+        ({"target_steps": -1}, r"round\.target_steps"),
         ({"min_span": 3, "max_span": 2}, r"round\.min_span: 3 is more than round\.max_span 2"),
         ({"deadline_min_s": 50, "deadline_max_s": 40}, r"round\.deadline_min_s"),
         ({"min_work_s": 50, "deadline_s": 40}, r"round\.min_work_s: 50 does not fit"),

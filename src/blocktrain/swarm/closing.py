@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blocktrain.swarm.leases import count_of
 from blocktrain.swarm.rules import Rules, deadline_of, staleness_factor
 from blocktrain.swarm.state import Assignment, Block, Decision, Pending, Round, Share, State, Worker
 
@@ -48,6 +49,17 @@ def time_left(rules: Rules, block: Block, now: float) -> float:
     return max(0.0, round_end(block.round, now) - now) if block.round else deadline_of(rules, block.arrivals)
 
 
+def missing(state: State, block: Block) -> int:
+    """Steps that the block has still to be given; 1 where the run has no end."""
+    target = state.rules.target_steps
+    return max(0, target - count_of(block.taken)) if target else 1
+
+
+def done(state: State, block: Block) -> bool:
+    """Whether all steps that the block is to take are leased or counted."""
+    return missing(state, block) == 0
+
+
 def decide(state: State, now: float) -> tuple[Decision, ...]:
     """What is to be done with each block's round."""
     return tuple(decide_block(state, block, max(now, state.now)) for block in state.blocks)
@@ -64,7 +76,7 @@ def decide_block(state: State, block: Block, now: float) -> Decision:
     decision = Decision("wait", block.index, block.version, "", (), len(everyone), reported)
     if block.round is None:
         return replace(decision, reason=_idle_reason(state, block, now))
-    if reason := _reason_to_end(block.round, shares, bool(waiting), tally, now):
+    if reason := _reason_to_end(block.round, shares, bool(waiting), done(state, block), tally, now):
         return replace(decision, action="close" if shares else "abandon", shares=shares, reason=reason)
     silences = [state.workers[a.worker].seen_at + state.rules.heartbeat_limit_s for a in waiting]
     end = round_end(block.round, now)
@@ -72,7 +84,7 @@ def decide_block(state: State, block: Block, now: float) -> Decision:
     return replace(decision, reason=f"waits {for_whom}: {tally}, {end - now:.1f} s left", wake_at=min([end, *silences]))
 
 
-def _reason_to_end(round: Round, shares: Sequence[Share], waiting: bool, tally: str, now: float) -> str:
+def _reason_to_end(round: Round, shares: Sequence[Share], waiting: bool, is_done: bool, tally: str, now: float) -> str:
     """Why the round ends now, with what is here; empty if it does not."""
     deadline = f"the deadline of {round.deadline_s:.1f} s has passed with {tally}"
     passed, twice = now >= round.opened_at + round.deadline_s, now >= round.opened_at + 2 * round.deadline_s
@@ -80,6 +92,8 @@ def _reason_to_end(round: Round, shares: Sequence[Share], waiting: bool, tally: 
         return f"empty: {'twice ' + deadline if waiting else 'no valid update, ' + tally}; the block stays as it is" if twice or not waiting else ""
     if not waiting and any(share.age == 0 for share in shares):
         return f"every live assignee has reported: {tally}"
+    if not waiting and is_done:
+        return f"the block has no more steps to give: {tally}"
     if passed and (not waiting or len(shares) >= round.quorum):
         return deadline
     return f"twice {deadline}, a quorum of {round.quorum} is no longer waited for" if twice else ""
@@ -92,9 +106,11 @@ def _share(block: Block, update: Pending) -> Share:
 
 def starved(state: State, block: Block, now: float) -> bool:
     """Whether nobody has worked on a block for longer than the heartbeat limit."""
-    return block.round is None and now >= block.idle_since + state.rules.heartbeat_limit_s
+    return block.round is None and not done(state, block) and now >= block.idle_since + state.rules.heartbeat_limit_s
 
 
 def _idle_reason(state: State, block: Block, now: float) -> str:
+    if done(state, block):
+        return f"done: all its {state.rules.target_steps} steps are leased or counted"
     word = "starved" if starved(state, block, now) else "idle"
     return f"{word}: no worker has had this block for {now - block.idle_since:.0f} s"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from blocktrain.swarm.closing import begins_from, decide_block, time_left, waiting_for
+from blocktrain.swarm.closing import begins_from, decide_block, done, time_left, waiting_for
 from blocktrain.swarm.state import Assignment, Block, State, Worker
 
 
@@ -35,12 +35,14 @@ def place(state: State, worker: Worker, now: float) -> Placement | None:
     candidates = list(_candidates(state, worker, now))
     if not candidates:
         return None
+    is_done = {block.index: done(state, block) for block in state.blocks}
     need = {block.index: (_expected(state, block, now), block.tokens) for block in state.blocks}
 
     def rank(blocks: tuple[Block, ...]) -> tuple[object, ...]:
         needs = [need[block.index] for block in blocks]
         elsewhere = tuple(block.index for block in blocks) != worker.last_blocks
-        return min(needs), sum(expected for expected, _ in needs), sum(tokens for _, tokens in needs), elsewhere, blocks[0].index
+        wanted = [need[block.index] for block in blocks if not is_done[block.index]]
+        return min(wanted), len(needs) - len(wanted), sum(expected for expected, _ in needs), sum(tokens for _, tokens in needs), elsewhere, blocks[0].index
 
     best = min(candidates, key=rank)
     left = [time_left(state.rules, block, now) for block in best]
@@ -52,11 +54,19 @@ def place(state: State, worker: Worker, now: float) -> Placement | None:
 def _candidates(state: State, worker: Worker, now: float) -> Iterator[tuple[Block, ...]]:
     mine = [a for a in state.assignments.values() if a.worker == worker.name]
     is_open = [not _took_part(mine, block) and decide_block(state, block, now).action == "wait" for block in state.blocks]
-    length = min(worker.capacity, state.rules.max_span, len(state.blocks))
-    for first in range(len(state.blocks) - length + 1):
-        blocks = state.blocks[first : first + length]
-        if all(is_open[first : first + length]) and max(time_left(state.rules, block, now) for block in blocks) >= state.rules.min_work_s:
-            yield blocks
+    is_done = [done(state, block) for block in state.blocks]
+    longest = min(worker.capacity, state.rules.max_span, len(state.blocks))
+    shortest = min(longest, state.rules.min_span) if any(is_done) else longest
+    for length in range(longest, shortest - 1, -1):
+        found = False
+        for first in range(len(state.blocks) - length + 1):
+            here = slice(first, first + length)
+            left = max(time_left(state.rules, block, now) for block in state.blocks[here])
+            if all(is_open[here]) and not all(is_done[here]) and left >= state.rules.min_work_s:
+                found = True
+                yield state.blocks[here]
+        if found:
+            return
 
 
 def _took_part(mine: list[Assignment], block: Block) -> bool:

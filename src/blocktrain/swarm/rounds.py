@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection
 from dataclasses import fields, replace
 
-from blocktrain.swarm.closing import awaited, decide, live, starved
+from blocktrain.swarm.closing import awaited, decide, done, live, missing, starved
 from blocktrain.swarm.leases import beyond, first_free, united, without
 from blocktrain.swarm.placement import place, retry_s, unfit
 from blocktrain.swarm.rules import Rules, deadline_of
@@ -192,6 +192,8 @@ def _forget(state: State) -> State:
 
 
 def _ask(state: State, event: Ask, worker: Worker) -> Result:
+    if _finished(state):
+        return state, _finish(state)
     if state.now < worker.suspended_until:
         left = worker.suspended_until - state.now
         return state, Answer("suspended", f"worker {worker.name} is suspended for {left:.0f} s more", time_left_s=left)
@@ -212,11 +214,18 @@ def _ask(state: State, event: Ask, worker: Worker) -> Result:
 def _give(state: State, event: Ask, worker: Worker) -> Result:
     """A new assignment, if there is a place for the worker."""
     placement = place(state, worker, state.now)
+    if placement is None and (lapsed := _lapsed(state)):
+        for assignment in lapsed:
+            why = "the steps of the last leases are given to others: its worker is gone, or its time has passed twice over"
+            state, _ = _settle(state, assignment, Answer("returned", why, assignment.key))
+        placement = place(state, worker, state.now)
     if placement is None:
+        if _finished(state):
+            return state, _finish(state)
         reason = f"worker {worker.name} has done its part, or the rounds that are open have no time left for it"
         return state, Answer("wait", reason, time_left_s=retry_s(state, state.now))
     key = _key(state)
-    steps = first_free(united(r for block in placement.blocks for r in block.taken), state.rules.inner_steps)
+    steps = first_free(united(r for block in placement.blocks for r in block.taken), _lease(state, placement.blocks))
     bases = tuple(Base(b.index, b.version, b.tokens, waits) for b, waits in zip(placement.blocks, placement.awaited, strict=True))
     upstream = tuple(block.version for block in state.blocks[: bases[0].block])
     ends_at = state.now + placement.time_left_s
@@ -226,6 +235,35 @@ def _give(state: State, event: Ask, worker: Worker) -> Result:
     state = _put_worker(state, replace(worker, last_ask=event.ask, last_key=key, last_blocks=assignment.blocks))
     state = _put_assignment(replace(state, next_serial=state.next_serial + 1), assignment)
     return state, _assigned(state, assignment, "its need is greatest")
+
+
+def _lease(state: State, blocks: Collection[Block]) -> int:
+    """How many steps to lease: no more than the block that lacks most still needs."""
+    most = state.rules.inner_steps
+    return max(1, min(most, max(missing(state, block) for block in blocks))) if state.rules.target_steps else most
+
+
+def _lapsed(state: State) -> list[Assignment]:
+    """Open leases that nobody may fulfil, once a block has no more steps to give: of gone workers, and of those far beyond their time."""
+    if not any(done(state, block) for block in state.blocks):
+        return []
+    return [a for a in state.assignments.values() if a.answer is None and state.now >= _lapses_at(state, a)]
+
+
+def _lapses_at(state: State, a: Assignment) -> float:
+    worker = state.workers[a.worker]
+    uploaded_by = a.upload.began_at + state.rules.upload_limit_s if a.upload else 0.0
+    return min(worker.seen_at + state.rules.heartbeat_limit_s, max(2 * a.ends_at - a.issued_at, uploaded_by))
+
+
+def _finished(state: State) -> bool:
+    """Whether the steps of every block are counted, and nobody is at work."""
+    settled = all(done(state, block) and not block.pending for block in state.blocks)
+    return settled and all(a.answer for a in state.assignments.values())
+
+
+def _finish(state: State) -> Answer:
+    return Answer("finished", f"all blocks have taken their {state.rules.target_steps} steps")
 
 
 def _key(state: State) -> str:
@@ -398,7 +436,7 @@ def _block_figures(state: State, block: Block, decision: Decision, now: float) -
         block.index,
         block.version,
         block.tokens,
-        "training" if block.round else "starved" if starved(state, block, now) else "idle",
+        "training" if block.round else "done" if done(state, block) else "starved" if starved(state, block, now) else "idle",
         decision.assigned,
         decision.reported,
         len(block.pending),

@@ -30,6 +30,7 @@ class Rules:
     heartbeat_limit_s: float = 30.0  # silence after which a worker is gone
     min_work_s: float = 2.0  # a round with less time left takes no further assignee
     inner_steps: int = 100  # steps leased with an assignment
+    target_steps: int = 0  # that each block is to take in all; 0: no end
     min_span: int = 1  # consecutive blocks that one worker trains together
     max_span: int = 1
     max_age: int = 3  # versions that an update may be behind
@@ -41,7 +42,7 @@ class Rules:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= (0 if field.name == "max_age" else 1e-6)):
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= (0 if field.name in ("max_age", "target_steps") else 1e-6)):
                 raise ConfigError(f"round.{field.name}: must be a positive, finite number, got {value}")
         if self.min_span > self.max_span:
             raise ConfigError(f"round.min_span: {self.min_span} is more than round.max_span {self.max_span}")

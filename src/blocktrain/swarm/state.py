@@ -29,6 +29,7 @@ Kind = Literal[
     "unfit",  # the worker is too small for any span of the run
     "invalid",  # refused by the gate
     "too_old",  # every block has moved on too far
+    "finished",  # every block has taken its steps: the run has ended
     "returned",  # the assignment was given back, or is another's turn now
 ]
 
@@ -49,7 +50,7 @@ class Answer:
 
     @property
     def refused(self) -> bool:
-        return self.kind not in ("ok", "assigned", "wait", "fresh", "late")
+        return self.kind not in ("ok", "assigned", "wait", "finished", "fresh", "late")
 
 
 # --- Records ---
@@ -343,7 +344,7 @@ class BlockFigures:
     block: int
     version: int
     tokens: int
-    state: Literal["training", "idle", "starved"]  # starved: nobody has worked on it for longer than the heartbeat limit
+    state: Literal["training", "idle", "starved", "done"]  # starved: nobody has worked on it for longer than the heartbeat limit
     assigned: int
     reported: int
     pending: int
