@@ -70,12 +70,11 @@ from blocktrain.swarm.state import (
     Revoke,
     State,
 )
-from blocktrain.swarm.store import BlobSource, Store, Transaction
+from blocktrain.swarm.store import BlobSource, BlobWriter, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
 SNAPSHOT_EVERY = 500  # events of journal
 NOTES_KEPT = 1000
-RESEND = "resend"  # the bytes are not whole: no push
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,24 @@ class Session:
 
     worker: str
     process: str
+
+
+class PartWriter:
+    """One part of an upload on its way."""
+
+    def __init__(self, writer: BlobWriter, name: str) -> None:
+        self.writer, self.name = writer, name
+
+    def write(self, piece: bytes) -> None:
+        self.writer.write(piece)
+
+    def discard(self) -> None:
+        self.writer.discard()
+
+    def keep(self) -> None:
+        crash.point("part.before_write")
+        self.writer.keep(self.name)
+        crash.point("part.after_write")
 
 
 class Refused(Exception):
@@ -483,7 +500,7 @@ class Coordinator:
             raise OSError(self.problem)
         answer = self.record(lambda now: Begin(now, who.worker, who.process, request.key))
         crash.point("begin.after_record")
-        return BeginReply(kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=self._received(request.key))
+        return BeginReply(kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=self._received(request.key, request.sha256))
 
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
@@ -509,17 +526,21 @@ class Coordinator:
             raise ProtocolError(f"part: {index} is not one of {-(-size // self.part_bytes)} parts")
         return min(self.part_bytes, size - index * self.part_bytes)
 
-    def part_name(self, key: str, index: int) -> str:
-        return f"updates/{key}/{index:06d}"
+    def open_part(self, key: str, sha256: str, index: int) -> PartWriter:
+        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update."""
+        return PartWriter(self.store.blobs.writer(), _part_name(key, sha256, index))
 
-    def put_part(self, key: str, index: int, data: bytes | memoryview) -> None:
-        """Store a part whose length and digest have been checked."""
-        crash.point("part.before_write")
-        self.store.blobs.put(self.part_name(key, index), data)
-        crash.point("part.after_write")
+    def part_booked_on(self, key: str) -> str:
+        """The part of the model on which an upload's bytes are booked: the first block of its span."""
+        assignment = self.machine.state.assignments.get(key)
+        return part_of(assignment.blocks[0]) if assignment else ""
 
-    def _received(self, key: str) -> list[int]:
-        return sorted(int(name.rpartition("/")[2]) for name in self.store.blobs.names(f"updates/{key}/") if name[-6:].isdigit())
+    def _received(self, key: str, sha256: str) -> list[int]:
+        """Parts of this very update that are here; those of another one under the same key are dropped."""
+        names = self.store.blobs.names(f"updates/{key}/")
+        mine = [name for name in names if name.startswith(f"updates/{key}/{sha256}/")]
+        self.store.blobs.delete(set(names) - set(mine))
+        return sorted(int(name.rpartition("/")[2]) for name in mine)
 
     def commit(self, who: Session, request: CommitRequest) -> CommitReply:
         """An update is here whole: the gate, then the rules. A repeat gets the first answer again."""
@@ -529,10 +550,10 @@ class Coordinator:
         expected = self._update_size(assignment)
         if request.size != expected:
             raise ProtocolError(f"size: {request.size} bytes, this update has {expected} as {self.config.outer.up_codec}")
-        names = [self.part_name(request.key, i) for i in range(-(-expected // self.part_bytes))]
+        names = [_part_name(request.key, request.sha256, i) for i in range(-(-expected // self.part_bytes))]
         source = self._whole(request, names)
         if source is None:
-            return CommitReply(kind="conflict", reason=f"{RESEND}: the parts that are here are not those of the digest; send them again", key=request.key)
+            return CommitReply(kind="resend", reason="parts are missing, or the digest of what is here is another: send again what is missing", key=request.key)
         crash.point("commit.before_gate")
         norms, fault = self._gate(assignment, source, request.sha256)
         crash.point("commit.before_record")
@@ -810,6 +831,10 @@ class Coordinator:
 
 def _commit_reply(answer: Answer) -> CommitReply:
     return CommitReply(kind=answer.kind, reason=answer.reason, key=answer.key, ages=list(answer.ages))
+
+
+def _part_name(key: str, sha256: str, index: int) -> str:
+    return f"updates/{key}/{sha256}/{index:06d}"
 
 
 def _ref(blob: Mapping[str, Any]) -> BlobRef:

@@ -18,11 +18,12 @@ from blocktrain.errors import ConfigError
 PROTOCOL = 1
 Kind = Literal[
     *("ok", "assigned", "wait", "finished", "fresh", "late", "unknown", "conflict", "forbidden"),
-    *("revoked", "suspended", "unfit", "invalid", "too_old", "returned"),
+    *("revoked", "suspended", "unfit", "invalid", "too_old", "returned", "resend"),
 ]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Hex = Annotated[str, Field(min_length=8, max_length=128, pattern=r"^[0-9a-f]+$")]
 Key = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[0-9]+$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Codec = Literal["fp32", "bf16", "int8"]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 
@@ -135,7 +136,7 @@ class AskReply(Answer):
 class BeginRequest(Message):
     key: Key
     size: Count
-    sha256: Hex
+    sha256: Sha256
 
 
 class BeginReply(Answer):
@@ -155,7 +156,7 @@ class Metrics(Message):
 class CommitRequest(Message):
     key: Key
     size: Count
-    sha256: Hex
+    sha256: Sha256
     num_samples: int | float
     metrics: Metrics = Metrics()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,11 +155,14 @@ class Blobs:
         obstore.put(self.store, name, bytes(data))
         return Blob(name, len(data), hashlib.sha256(data).hexdigest())
 
+    def writer(self) -> BlobWriter:
+        """For a blob whose bytes come from outside, piece by piece."""
+        return BlobWriter(self)
+
     def put_stream(self, prefix: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> Blob:
         """Write chunks as they come and name the blob PREFIX-<first 16 digits of its sha256>SUFFIX."""
-        digest, size = hashlib.sha256(), 0
-        scratch = f"scratch/{hashlib.sha256(prefix.encode()).hexdigest()[:12]}-{id(chunks):x}"
-        with obstore.open_writer(self.store, scratch, buffer_size=8 * CHUNK) as writer:
+        digest, size, writer = hashlib.sha256(), 0, self.writer()
+        try:
             for chunk in chunks:
                 view = memoryview(chunk).cast("B")
                 for start in range(0, len(view), 8 * CHUNK):
@@ -166,8 +170,11 @@ class Blobs:
                     digest.update(piece)
                     writer.write(bytes(piece))
                 size += len(view)
+        except BaseException:
+            writer.discard()
+            raise
         blob = Blob(f"{prefix}-{digest.hexdigest()[:16]}{suffix}", size, digest.hexdigest())
-        obstore.rename(self.store, scratch, blob.name)
+        writer.keep(blob.name)
         return blob
 
     def size(self, name: str) -> int | None:
@@ -201,6 +208,25 @@ class Blobs:
     def free_bytes(self) -> int | None:
         """Room on a local store's disk."""
         return shutil.disk_usage(self.folder).free if self.folder else None
+
+
+class BlobWriter:
+    """A blob in the making: it gets its name when it is whole, or is dropped."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self.store, self.scratch = blobs.store, f"scratch/{secrets.token_hex(8)}"
+        self.writer = obstore.open_writer(self.store, self.scratch, buffer_size=2 * CHUNK)
+
+    def write(self, piece: bytes) -> None:
+        self.writer.write(piece)
+
+    def keep(self, name: str) -> None:
+        self.writer.close()
+        obstore.rename(self.store, self.scratch, name)
+
+    def discard(self) -> None:
+        self.writer.close()
+        obstore.delete(self.store, self.scratch)
 
 
 class BlobSource:

@@ -1,0 +1,252 @@
+"""A worker: asks for work, fetches what it lacks, trains, hands in, asks again. It knows neither HTTP nor torch.
+
+`Link` is its way to the coordinator (HTTP in link.py, a virtual wire in simulator.py), `Engine` what trains (engine.py, or a stand-in). Time comes from the
+event loop, so that under a loop with a virtual clock the same worker lives through hours in seconds.
+
+A worker keeps its promises: it hands in or gives back what it was given before it stops, and keeps back the time that its upload takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from blocktrain.errors import BlockTrainError
+from blocktrain.streams import Source
+from blocktrain.swarm import crash
+from blocktrain.swarm.protocol import (
+    AskReply,
+    BeginReply,
+    BeginRequest,
+    BlobRef,
+    CommitReply,
+    CommitRequest,
+    JoinReply,
+    Metrics,
+    RunInfo,
+    Work,
+    part_of,
+)
+
+FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to take
+MARGIN_S = 0.5
+RESENDS = 5
+
+
+class Told(Exception):
+    """The coordinator's answer to a request it did not grant."""
+
+    def __init__(self, kind: str, reason: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.retry_after_s = kind, reason, retry_after_s
+
+
+class WorkerStopped(BlockTrainError):
+    """The worker cannot go on: the coordinator said so, or was away for too long."""
+
+    exit_code = 1
+
+
+class Link(Protocol):
+    """The way to a coordinator. A request that is not granted raises Told; one that never got through, WorkerStopped."""
+
+    async def info(self) -> RunInfo: ...
+    async def join(self, capacity: int, takeover: bool) -> JoinReply: ...
+    async def beat(self) -> None: ...
+    async def ask(self, ask: str) -> AskReply: ...
+    async def begin(self, request: BeginRequest) -> BeginReply: ...
+    async def put_part(self, key: str, sha256: str, index: int, source: Source, start: int, stop: int) -> None: ...
+    async def commit(self, request: CommitRequest) -> CommitReply: ...
+    async def give_back(self, key: str, why: str) -> None: ...
+    async def leave(self) -> None: ...
+    async def fetch(self, blob: BlobRef, target: Path | None) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An encoded update, ready to be sent."""
+
+    source: Source
+    sha256: str
+    num_samples: int
+    metrics: Metrics
+
+
+class Engine(Protocol):
+    """What trains."""
+
+    async def prepare(self, info: RunInfo, link: Link) -> int:
+        """Get the text; returns how many blocks fit this machine."""
+        ...
+
+    async def fetch(self, work: Work, link: Link) -> None:
+        """Get the files that the work needs."""
+        ...
+
+    async def train(self, work: Work, seconds: float, stopped: Callable[[], bool]) -> Trained | None:
+        """Train for at most so many seconds, fewer if stopped; None where not even one step was possible."""
+        ...
+
+    def settled(self, work: Work, accepted: bool) -> None:
+        """What became of the update."""
+        ...
+
+
+@dataclass
+class Worker:
+    """One worker of one run. `run()` returns why it ended."""
+
+    link: Link
+    engine: Engine
+    say: Callable[[str], None] = lambda _: None
+    takeover: bool = False
+    max_span: int | None = None
+    name: str = ""
+    stopping: bool = False
+    updates: int = 0
+    _upload_s: float | None = None
+    _heartbeat_s: float = 5.0
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def stop(self) -> None:
+        """Hand in what there is after the step in progress, then leave."""
+        self.stopping = True
+
+    async def run(self) -> str:
+        """Until the run is finished or the worker is stopped. Raises WorkerStopped where it cannot go on."""
+        try:
+            info = await self.link.info()
+            capacity = await self.engine.prepare(info, self.link)
+            capacity = min(capacity, self.max_span) if self.max_span else capacity
+            await self._join(capacity)
+            beats = asyncio.ensure_future(self._beats())
+            try:
+                outcome = await self._work_until_done(capacity)
+            finally:
+                beats.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await beats
+            with contextlib.suppress(Told, BlockTrainError, TimeoutError):
+                await asyncio.wait_for(self.link.leave(), 10)
+            return outcome
+        except Told as error:
+            raise WorkerStopped(f"{self.name or 'worker'}: {error.reason}") from None
+        finally:
+            await self.link.close()
+
+    async def _join(self, capacity: int) -> None:
+        reply = await self.link.join(capacity, self.takeover)
+        self.name, self._heartbeat_s = reply.worker, reply.heartbeat_s
+        self.say(f"joined as {reply.worker}, {capacity} block{'s' * (capacity != 1)} fit here")
+
+    async def _beats(self) -> None:
+        """Signs of life, beside everything else."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            with contextlib.suppress(Told, BlockTrainError):  # the next request of the worker itself hears of it
+                await self.link.beat()
+
+    async def _work_until_done(self, capacity: int) -> str:
+        told = ""
+        while not self.stopping:
+            try:
+                reply = await self.link.ask(secrets.token_hex(8))
+            except Told as error:
+                if error.kind == "suspended":
+                    self.say(error.reason)
+                    await self._rest(max(1.0, error.retry_after_s))
+                elif error.kind == "unknown":
+                    await self._join(capacity)
+                else:
+                    raise
+                continue
+            if reply.kind == "finished":
+                return f"the run is finished: {reply.reason}"
+            if reply.work is None:
+                if reply.reason != told:
+                    self.say(f"waits: {reply.reason}")
+                told = reply.reason
+                await self._rest(reply.retry_after_s)
+                continue
+            told = ""
+            await self._do(reply.work, reply.time_left_s)
+        return "stopped"
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, but not beyond a stop."""
+        end = _now() + seconds
+        while not self.stopping and (left := end - _now()) > 0:
+            await asyncio.sleep(min(left, 1.0))
+
+    async def _do(self, work: Work, time_left_s: float) -> None:
+        """One assignment, from its files to its answer."""
+        began = _now()
+        crash.point("worker.after_assignment")
+        blocks = ", ".join(f"block {b} version {_version(work, b)}" for b in range(work.first, work.stop))
+        num_steps = sum(stop - first for first, stop in work.steps)
+        self.say(f"{blocks}: {num_steps} steps, {time_left_s:.0f} s left")
+        try:
+            await self.engine.fetch(work, self.link)
+            crash.point("worker.in_fetch")
+            reserve = self._upload_s * 1.5 if self._upload_s is not None else time_left_s * FIRST_UPLOAD_SHARE
+            seconds = time_left_s - (_now() - began) - reserve - MARGIN_S
+            trained = await self.engine.train(work, seconds, lambda: self.stopping)
+            if trained is None:
+                await self.link.give_back(work.key, "stopped before its first step" if self.stopping else "no time for one step and its upload")
+                await self._rest(1.0)
+                return
+            await self._hand_in(work, trained)
+        except Told as error:
+            if error.kind in ("revoked", "conflict", "forbidden"):
+                raise
+            self.engine.settled(work, False)
+            self.say(f"{blocks}: {error.reason}")
+
+    async def _hand_in(self, work: Work, trained: Trained) -> None:
+        """Begin, parts, commit; what is missing or damaged at the other end is sent again."""
+        began = _now()
+        request = BeginRequest(key=work.key, size=trained.source.size, sha256=trained.sha256)
+        for _ in range(RESENDS):
+            reply = await self.link.begin(request)
+            for index, start in enumerate(range(0, trained.source.size, reply.part_bytes)):
+                if index not in reply.received:
+                    stop = min(trained.source.size, start + reply.part_bytes)
+                    await self.link.put_part(work.key, trained.sha256, index, trained.source, start, stop)
+                    crash.point("worker.after_part")
+            crash.point("worker.before_commit")
+            try:
+                done = await self.link.commit(
+                    CommitRequest(
+                        key=work.key, size=trained.source.size, sha256=trained.sha256, num_samples=trained.num_samples, metrics=trained.metrics
+                    )
+                )
+            except Told as error:
+                if error.kind != "resend":
+                    raise
+                self.say(error.reason)
+                continue
+            break
+        else:
+            raise Told("returned", f"the update was damaged {RESENDS} times on its way")
+        crash.point("worker.after_commit")
+        self._upload_s = max(_now() - began, (self._upload_s or 0.0) * 0.7)
+        self.engine.settled(work, True)
+        self.updates += 1
+        ce = f", CE {trained.metrics.ce:.4f} nats/byte" if trained.metrics.ce is not None else ""
+        speed = f", {trained.metrics.tokens_per_s:,.0f} bytes/s" if trained.metrics.tokens_per_s else ""
+        self.say(f"block {work.first}{f'-{work.stop - 1}' * (work.stop - work.first > 1)}: {done.reason}{ce}{speed}, {trained.source.size:,} bytes up")
+
+
+def _version(work: Work, block: int) -> int:
+    return next(part.version for part in work.parts if part.part == part_of(block))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
