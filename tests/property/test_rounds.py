@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from blocktrain.swarm.closing import decide
 from blocktrain.swarm.leases import Ranges
+from blocktrain.swarm.machine import Machine
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
-from blocktrain.swarm.rounds import apply, figures, new_state
+from blocktrain.swarm.rounds import apply, decide, figures, new_state
 from blocktrain.swarm.rules import Rules, staleness_factor
 from blocktrain.swarm.state import (
     EVENTS,
@@ -54,6 +54,7 @@ class Host(RuleBasedStateMachine):
         super().__init__()
         self.now = 100.0
         self.first = self.state = new_state(BLOCKS, 7, RULES, samples_per_step=SAMPLES, tokens_per_sample=TOKENS, now=self.now)
+        self.machine = Machine(from_json(State, to_json(self.first)))  # lives on, while `apply` makes a new one for each event
         self.journal: list[str] = []
         self.decided: list[Decision] = []  # decisions whose work is under way
         self.accepted: Counter[tuple[str, int]] = Counter()  # (key, block)
@@ -69,6 +70,8 @@ class Host(RuleBasedStateMachine):
         before = self.state
         self.state, answer = apply(before, event)
         assert answer.reason and "\n" not in answer.reason
+        assert self.machine.apply(event) == answer
+        self.the_machine_says_the_same(self.now)
         for old, new in zip(before.blocks, self.state.blocks, strict=True):
             closed = isinstance(event, Close) and event.block == old.index and answer.kind == "ok"
             assert new.version == old.version + closed
@@ -83,6 +86,14 @@ class Host(RuleBasedStateMachine):
         """The key of a worker's newest assignment, or of one before it; or one that nobody has."""
         keys = sorted((a.key for a in self.state.assignments.values() if a.worker == worker), reverse=True)
         return keys[back] if back < len(keys) else "999999999999"
+
+    def the_machine_says_the_same(self, now: float) -> None:
+        decisions = decide(self.state, now)
+        due = [decision for decision in decisions if decision.action != "wait"]
+        assert self.machine.due(now) == due
+        wake_at = self.machine.wake_at()
+        later = now + 100 if wake_at is None else (max(now, self.state.now) + wake_at) / 2
+        assert [decision for decision in decide(self.state, later) if decision.action != "wait"] == due, "nothing new before it wakes"
 
     # --- What happens ---
 
@@ -261,7 +272,19 @@ class Host(RuleBasedStateMachine):
         self.state = state
         self.decided = []
 
+    @rule(seconds=st.sampled_from([1.0, 15.0, 40.0]))
+    def somebody_asks_what_will_be_due(self, seconds: float) -> None:
+        """The answers afterwards are those that they would have been."""
+        self.the_machine_says_the_same(self.now + seconds)
+        assert self.machine.figures(self.now + seconds) == figures(self.state, self.now + seconds)
+
     # --- What always holds ---
+
+    @invariant()
+    def a_machine_is_what_its_state_says(self) -> None:
+        assert self.machine.state == self.state
+        assert self.machine.decide(self.now) == decide(self.state, self.now)
+        self.the_machine_says_the_same(self.now)
 
     @invariant()
     def accepted_is_counted_or_pending_or_revoked_and_never_twice(self) -> None:
@@ -321,7 +344,7 @@ TestHost = Host.TestCase
 
 # --- The end of a run ---
 
-deeds = st.sampled_from(["ask", "ask", "begin", "push", "push", "half", "lie", "return", "crash", "leave", "takeover", "revoke", "time", "time", "rest"])
+deeds = st.sampled_from("ask ask begin push push half lie return crash leave takeover revoke time time rest".split())
 
 
 class Ending:
@@ -331,6 +354,7 @@ class Ending:
         self.now, self.asks, self.target = 0.0, 0, target
         rules = replace(RULES, target_steps=target, max_span=span, suspension_s=5.0)
         self.state = new_state(3, 7, rules, samples_per_step=SAMPLES, tokens_per_sample=TOKENS, now=0.0)
+        self.machine = Machine(from_json(State, to_json(self.state)))
         self.capacity = dict(zip("abcd", capacities, strict=True))
         self.process = dict.fromkeys("abcd", 1)
         self.up: set[str] = set()
@@ -341,7 +365,10 @@ class Ending:
             for update in self.state.blocks[event.block].pending:
                 self.counted[event.block].update(steps_of(update.steps))
         self.state, answer = apply(self.state, event)
-        for decision in decide(self.state, self.now):
+        assert self.machine.apply(event) == answer and self.machine.state == self.state
+        decisions = decide(self.state, self.now)
+        assert self.machine.due(self.now) == [decision for decision in decisions if decision.action != "wait"]
+        for decision in decisions:
             if decision.action != "wait" and not isinstance(event, Close | Abandon):
                 assert self.send(decision.event(self.now)).kind == "ok"
         return answer

@@ -18,10 +18,9 @@ import pytest
 
 import blocktrain.swarm
 from blocktrain.errors import ConfigError, ProtocolError
-from blocktrain.swarm.closing import decide
 from blocktrain.swarm.leases import beyond, count_of, first_free, united, without
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
-from blocktrain.swarm.rounds import apply, figures, new_state
+from blocktrain.swarm.rounds import apply, decide, figures, new_state
 from blocktrain.swarm.rules import Rules, deadline_of, staleness_factor
 from blocktrain.swarm.state import (
     EVENTS,
@@ -662,7 +661,8 @@ def test_the_end_does_not_wait_for_a_dead_workers_lease():
     story.tell("31s, b ask")
     assert story.told["b"].kind == "assigned" and story.assignment("b").steps == ((0, 10),)
     assert story.tell("b push, b ask").told["b"].kind == "finished"
-    assert story.tell("a restart").send(Push(40.0, "a", "a2", story.key["a"], 4)).reason.startswith("the steps of the last leases are given to others")
+    answer = story.tell("a restart").send(Push(40.0, "a", "a2", story.key["a"], 4))
+    assert answer.kind == "returned" and answer.reason.startswith("the steps of the last leases are given to others")
 
 
 def test_the_end_does_not_wait_for_ever_for_a_worker_that_lives_and_does_not_report():
@@ -814,8 +814,9 @@ def test_leases_are_those_of_the_batches():
 def test_ranges():
     taken = united([(5, 8), (0, 2), (2, 3), (4, 4), (6, 9)])
     assert taken == ((0, 3), (5, 9))
-    assert first_free(taken, 4) == ((3, 5), (9, 11))
-    assert first_free((), 3) == ((0, 3),)
+    assert first_free([taken], 4) == ((3, 5), (9, 11))
+    assert first_free([()], 3) == first_free([], 3) == ((0, 3),)
+    assert first_free([taken, ((3, 4), (10, 20))], 4) == ((4, 5), (9, 10), (20, 22))
     assert without(taken, ((1, 6), (8, 20))) == ((0, 1), (6, 8))
     assert beyond(taken, 4) == ((6, 9),)
     assert count_of(taken) == 7
@@ -825,11 +826,12 @@ def test_ranges():
 
 
 def test_the_rules_import_nothing_but_plain_python_and_the_errors():
-    allowed = {"blocktrain.errors", *("blocktrain.swarm." + name for name in ("leases", "rules", "plain", "state", "closing", "placement"))}
-    allowed |= {"__future__", "collections.abc", "dataclasses", "typing", "types", "functools", "itertools", "math", "statistics", "json"}
+    modules = ("rounds", "machine", "placement", "closing", "index", "state", "rules", "leases", "plain")
+    allowed = {"blocktrain.errors", *("blocktrain.swarm." + name for name in modules)}
+    allowed |= set("__future__ collections.abc collections dataclasses typing types functools bisect heapq math statistics json".split())
     assert "time" not in allowed and allowed - {name for name in allowed if "." in name} <= sys.stdlib_module_names
     for path in Path(blocktrain.swarm.__path__[0]).glob("*.py"):
-        if path.stem not in ("rounds", "placement", "closing", "state", "rules", "leases", "plain"):
+        if path.stem not in modules:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -5,37 +5,13 @@ A pure reading of the state: nothing here changes anything.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+import math
 
-from blocktrain.swarm.leases import count_of
+from blocktrain.swarm.index import Index
 from blocktrain.swarm.rules import Rules, deadline_of, staleness_factor
-from blocktrain.swarm.state import Assignment, Block, Decision, Pending, Round, Share, State, Worker
+from blocktrain.swarm.state import Block, Decision, Pending, Round, Share
 
-
-def live(state: State, worker: Worker, now: float) -> bool:
-    """Whether a member was heard within the heartbeat limit."""
-    return worker.present and not worker.revoked and now < worker.seen_at + state.rules.heartbeat_limit_s
-
-
-def awaited(state: State, block: Block) -> list[Assignment]:
-    """Every assignment that the block's open round waits or waited for, settled or not."""
-    if block.round is None:
-        return []
-    first = block.round.first
-    since = itertools.takewhile(lambda key: key >= first, reversed(state.assignments))  # given in the order of keys
-    return [state.assignments[key] for key in since if begins_from(state.assignments[key], block, awaited_only=True)]
-
-
-def begins_from(assignment: Assignment, block: Block, awaited_only: bool = False) -> bool:
-    """Whether the assignment begins from the block's present version."""
-    return any(b.block == block.index and b.version == block.version and (b.awaited or not awaited_only) for b in assignment.bases)
-
-
-def waiting_for(state: State, block: Block, now: float) -> list[Assignment]:
-    """Assignments of live workers whose update is still to come."""
-    return [a for a in awaited(state, block) if a.answer is None and live(state, state.workers[a.worker], now)]
+NAMED = 3  # of the workers that a round waits for, in its reason
 
 
 def round_end(round: Round, now: float) -> float:
@@ -49,54 +25,68 @@ def time_left(rules: Rules, block: Block, now: float) -> float:
     return max(0.0, round_end(block.round, now) - now) if block.round else deadline_of(rules, block.arrivals)
 
 
-def missing(state: State, block: Block) -> int:
-    """Steps that the block has still to be given; 1 where the run has no end."""
-    target = state.rules.target_steps
-    return max(0, target - count_of(block.taken)) if target else 1
-
-
-def done(state: State, block: Block) -> bool:
-    """Whether all steps that the block is to take are leased or counted."""
-    return missing(state, block) == 0
-
-
-def decide(state: State, now: float) -> tuple[Decision, ...]:
-    """What is to be done with each block's round."""
-    return tuple(decide_block(state, block, max(now, state.now)) for block in state.blocks)
-
-
-def decide_block(state: State, block: Block, now: float) -> Decision:
+def decide_block(index: Index, block: Block, now: float) -> Decision:
     """What is to be done with one block's round."""
-    everyone, waiting = awaited(state, block), waiting_for(state, block, now)
-    here = {update.key for update in block.pending}
-    reported = sum(a.key in here for a in everyone)
-    shares = tuple(_share(block, update) for update in block.pending)
-    others = len(shares) - reported
-    tally = f"{reported} of {len(everyone)} assigned" + (f" and {others} more" if others else "")
-    decision = Decision("wait", block.index, block.version, "", (), len(everyone), reported)
+    tally, waiting = index.tallies[block.index], index.waiting(block, now)
+    action, reason, shares, wake_at = "wait", reason_to_end(index, block, now), (), None
     if block.round is None:
-        return replace(decision, reason=_idle_reason(state, block, now))
-    if reason := _reason_to_end(block.round, shares, bool(waiting), done(state, block), tally, now):
-        return replace(decision, action="close" if shares else "abandon", shares=shares, reason=reason)
-    silences = [state.workers[a.worker].seen_at + state.rules.heartbeat_limit_s for a in waiting]
-    end = round_end(block.round, now)
-    for_whom = f"for {', '.join(sorted(a.worker for a in waiting))}" if waiting else "for fresh updates beside late ones"
-    return replace(decision, reason=f"waits {for_whom}: {tally}, {end - now:.1f} s left", wake_at=min([end, *silences]))
+        reason = _idle_reason(index, block, now)
+    elif reason and block.pending:
+        action, shares = "close", tuple(_share(block, update) for update in block.pending)
+    elif reason:
+        action = "abandon"
+    else:
+        end = round_end(block.round, now)
+        reason, wake_at = f"waits {_for_whom(index, waiting)}: {_count(index, block)}, {end - now:.1f} s left", min(end, index.next_silence(block))
+    return Decision(action, block.index, block.version, reason, shares, tally.assigned, tally.reported, wake_at)
 
 
-def _reason_to_end(round: Round, shares: Sequence[Share], waiting: bool, is_done: bool, tally: str, now: float) -> str:
+def holds_until(index: Index, block: Block, now: float) -> float:
+    """Until when a decision of now stands if nothing happens."""
+    if block.round is None:
+        return math.inf
+    deadlines = (block.round.opened_at + times * block.round.deadline_s for times in (1, 2))
+    return min([index.next_silence(block), *(deadline for deadline in deadlines if deadline > now)])
+
+
+def reason_to_end(index: Index, block: Block, now: float) -> str:
     """Why the round ends now, with what is here; empty if it does not."""
-    deadline = f"the deadline of {round.deadline_s:.1f} s has passed with {tally}"
-    passed, twice = now >= round.opened_at + round.deadline_s, now >= round.opened_at + 2 * round.deadline_s
-    if not shares:
+    if block.round is None:
+        return ""
+    waiting, here, deadline_s = bool(index.waiting(block, now)), len(block.pending), block.round.deadline_s
+    passed, twice = now >= block.round.opened_at + deadline_s, now >= block.round.opened_at + 2 * deadline_s
+    if waiting and not passed:
+        return ""
+    tally = _count(index, block)
+    deadline = f"the deadline of {deadline_s:.1f} s has passed with {tally}"
+    if not here:
         return f"empty: {'twice ' + deadline if waiting else 'no valid update, ' + tally}; the block stays as it is" if twice or not waiting else ""
-    if not waiting and any(share.age == 0 for share in shares):
+    if not waiting and index.tallies[block.index].fresh:
         return f"every live assignee has reported: {tally}"
-    if not waiting and is_done:
+    if not waiting and index.done(block):
         return f"the block has no more steps to give: {tally}"
-    if passed and (not waiting or len(shares) >= round.quorum):
+    if passed and (not waiting or here >= block.round.quorum):
         return deadline
-    return f"twice {deadline}, a quorum of {round.quorum} is no longer waited for" if twice else ""
+    return f"twice {deadline}, a quorum of {block.round.quorum} is no longer waited for" if twice else ""
+
+
+def starved(index: Index, block: Block, now: float) -> bool:
+    """Whether nobody has worked on a block for longer than the heartbeat limit."""
+    return block.round is None and not index.done(block) and now >= block.idle_since + index.state.rules.heartbeat_limit_s
+
+
+def _count(index: Index, block: Block) -> str:
+    tally = index.tallies[block.index]
+    others = len(block.pending) - tally.reported
+    return f"{tally.reported} of {tally.assigned} assigned" + (f" and {others} more" if others else "")
+
+
+def _for_whom(index: Index, waiting: list[str]) -> str:
+    """The first workers that are waited for, in the order in which they were given their work."""
+    if not waiting:
+        return "for fresh updates beside late ones"
+    names = ", ".join(index.state.assignments[key].worker for key in waiting[:NAMED])
+    return f"for {names}" + (f" and {len(waiting) - NAMED} more" if len(waiting) > NAMED else "")
 
 
 def _share(block: Block, update: Pending) -> Share:
@@ -104,13 +94,8 @@ def _share(block: Block, update: Pending) -> Share:
     return Share(update.key, update.worker, age, update.tokens * staleness_factor(age))
 
 
-def starved(state: State, block: Block, now: float) -> bool:
-    """Whether nobody has worked on a block for longer than the heartbeat limit."""
-    return block.round is None and not done(state, block) and now >= block.idle_since + state.rules.heartbeat_limit_s
-
-
-def _idle_reason(state: State, block: Block, now: float) -> str:
-    if done(state, block):
-        return f"done: all its {state.rules.target_steps} steps are leased or counted"
-    word = "starved" if starved(state, block, now) else "idle"
+def _idle_reason(index: Index, block: Block, now: float) -> str:
+    if index.done(block):
+        return f"done: all its {index.state.rules.target_steps} steps are leased or counted"
+    word = "starved" if starved(index, block, now) else "idle"
     return f"{word}: no worker has had this block for {now - block.idle_since:.0f} s"

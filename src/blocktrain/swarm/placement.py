@@ -8,11 +8,11 @@ last (it holds the version before and can fetch the difference).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from blocktrain.swarm.closing import begins_from, decide_block, done, time_left, waiting_for
-from blocktrain.swarm.state import Assignment, Block, State, Worker
+from blocktrain.swarm.closing import reason_to_end, time_left
+from blocktrain.swarm.index import Index
+from blocktrain.swarm.state import Block, State, Worker
 
 
 @dataclass(frozen=True)
@@ -30,57 +30,45 @@ def unfit(state: State, capacity: int) -> str:
     return "" if capacity >= least else f"the worker can hold {capacity} blocks, this run trains spans of at least {least}"
 
 
-def place(state: State, worker: Worker, now: float) -> Placement | None:
+def place(index: Index, worker: Worker, now: float) -> Placement | None:
     """The best span for this worker now, or None where it has done its part or no round has time left for it."""
-    candidates = list(_candidates(state, worker, now))
+    blocks, rules = index.state.blocks, index.state.rules
+    left = [time_left(rules, block, now) for block in blocks]
+    done = [index.done(block) for block in blocks]
+    candidates = _candidates(index, worker, now, left, done)
     if not candidates:
         return None
-    is_done = {block.index: done(state, block) for block in state.blocks}
-    need = {block.index: (_expected(state, block, now), block.tokens) for block in state.blocks}
+    expected = [len(block.pending) + len(index.waiting(block, now)) for block in blocks]
 
-    def rank(blocks: tuple[Block, ...]) -> tuple[object, ...]:
-        needs = [need[block.index] for block in blocks]
-        elsewhere = tuple(block.index for block in blocks) != worker.last_blocks
-        wanted = [need[block.index] for block in blocks if not is_done[block.index]]
-        return min(wanted), len(needs) - len(wanted), sum(expected for expected, _ in needs), sum(tokens for _, tokens in needs), elsewhere, blocks[0].index
+    def rank(span: range) -> tuple[object, ...]:
+        wanted = [(expected[i], blocks[i].tokens) for i in span if not done[i]]
+        in_all = sum(expected[i] for i in span), sum(blocks[i].tokens for i in span)
+        return min(wanted), len(span) - len(wanted), *in_all, tuple(span) != worker.last_blocks, span[0]
 
     best = min(candidates, key=rank)
-    left = [time_left(state.rules, block, now) for block in best]
+    longest = max(left[i] for i in best)
     # A round that ends in less than half the time of the longest is not made to wait: its block takes the update late.
-    waits = tuple(block.round is None or seconds >= max(left) / 2 for block, seconds in zip(best, left, strict=True))
-    return Placement(best, min(seconds for seconds, wait in zip(left, waits, strict=True) if wait), waits)
+    waits = tuple(blocks[i].round is None or left[i] >= longest / 2 for i in best)
+    return Placement(tuple(blocks[i] for i in best), min(left[i] for i, wait in zip(best, waits, strict=True) if wait), waits)
 
 
-def _candidates(state: State, worker: Worker, now: float) -> Iterator[tuple[Block, ...]]:
-    mine = [a for a in state.assignments.values() if a.worker == worker.name]
-    is_open = [not _took_part(mine, block) and decide_block(state, block, now).action == "wait" for block in state.blocks]
-    is_done = [done(state, block) for block in state.blocks]
-    longest = min(worker.capacity, state.rules.max_span, len(state.blocks))
-    shortest = min(longest, state.rules.min_span) if any(is_done) else longest
+def _candidates(index: Index, worker: Worker, now: float, left: list[float], done: list[bool]) -> list[range]:
+    """Spans with a place for the worker, as long as it can hold; shorter ones where blocks that are done leave no place for those."""
+    blocks, rules = index.state.blocks, index.state.rules
+    is_open = [not index.took_part(worker.name, block) and not reason_to_end(index, block, now) for block in blocks]
+    longest = min(worker.capacity, rules.max_span, len(blocks))
+    shortest = min(longest, rules.min_span) if any(done) else longest
     for length in range(longest, shortest - 1, -1):
-        found = False
-        for first in range(len(state.blocks) - length + 1):
-            here = slice(first, first + length)
-            left = max(time_left(state.rules, block, now) for block in state.blocks[here])
-            if all(is_open[here]) and not all(is_done[here]) and left >= state.rules.min_work_s:
-                found = True
-                yield state.blocks[here]
-        if found:
-            return
+        spans = [range(first, first + length) for first in range(len(blocks) - length + 1)]
+        good = [s for s in spans if all(is_open[i] for i in s) and not all(done[i] for i in s) and max(left[i] for i in s) >= rules.min_work_s]
+        if good:
+            return good
+    return []
 
 
-def _took_part(mine: list[Assignment], block: Block) -> bool:
-    """Whether the worker's update for this round of the block is accepted or on its way: one update a round."""
-    since = block.round.first if block.round else "none"  # an upload that outlasted its round is not on its way to the next
-    return any(begins_from(a, block) and (a.answer.accepted if a.answer else a.key >= since) for a in mine)
-
-
-def retry_s(state: State, now: float) -> float:
+def retry_s(index: Index, now: float) -> float:
     """How long a worker that found no place should wait before it asks again."""
-    soon = 1.0 if any(decide_block(state, block, now).action != "wait" for block in state.blocks) else math.inf
-    ends = [time_left(state.rules, block, now) for block in state.blocks if block.round]
-    return max(1.0, min(soon, state.rules.heartbeat_limit_s / 4, *ends))
-
-
-def _expected(state: State, block: Block, now: float) -> int:
-    return len(block.pending) + len(waiting_for(state, block, now))
+    blocks, rules = index.state.blocks, index.state.rules
+    soon = 1.0 if any(reason_to_end(index, block, now) for block in blocks) else math.inf
+    ends = [time_left(rules, block, now) for block in blocks if block.round]
+    return max(1.0, min(soon, rules.heartbeat_limit_s / 4, *ends))

@@ -1,6 +1,7 @@
 """What the rules of rounds know and hear: records of a run, events that change them, answers and decisions that come back.
 
-Everything is a frozen dataclass of plain values, so a state can be stored, compared and sent as JSON (see plain.py). No dict is changed in place.
+Everything is a dataclass of plain values, so a state can be stored, compared and sent as JSON (see plain.py). All are frozen but State itself, which
+belongs to one machine (machine.py) that changes it in place.
 
   State ── workers      name -> Worker: who may take part, when last heard
         ── assignments  key -> Assignment: one span of blocks given to one worker, with its lease of steps and, once settled, the answer
@@ -165,7 +166,7 @@ class Block:
     last: Outcome | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
     """Everything the rules know about a run."""
 
