@@ -19,7 +19,8 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from blocktrain import __version__
+from blocktrain import __version__, cli_swarm
+from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
 from blocktrain.config import (
     PRESETS,
     RunConfig,
@@ -36,18 +37,9 @@ from blocktrain.errors import BlockTrainError, ConfigError
 
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
-STOPPED = 130
-
 app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-Run = Annotated[Path, Parameter(help="Run folder.")]
-Settings = Annotated[
-    tuple[str, ...],
-    Parameter("--set", help="Change a setting: section.field=value. May be given again.", negative=(), consume_multiple=False),
-]
-Json = Annotated[bool, Parameter("--json", negative=(), help="Print one JSON object instead of tables.")]
+for command in (cli_swarm.coordinator, cli_swarm.worker, cli_swarm.token, cli_swarm.doctor):
+    app.command(command)
 
 
 def run(tokens: list[str]) -> int:
@@ -74,11 +66,6 @@ def run(tokens: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def say(message: str) -> None:
-    """A note to a person."""
-    err.print(message, markup=False)
-
-
 @app.command
 def train(
     run: Annotated[Path, Parameter(help="Run folder (made if it is not there).")],
@@ -95,7 +82,9 @@ def train(
 
     Ends with sample text and the five numbers. Ctrl-C writes a checkpoint; the same command goes on from it.
     """
-    settings = _run_settings(run, preset, config, data, set_)
+    if (run / "swarm").is_dir():
+        raise ConfigError(f"{run}: is trained by many workers; go on with `blocktrain coordinator {run}`, or use a new run folder")
+    settings = run_settings(run, preset, config, data, set_)
     from blocktrain.report.memory import require_memory
     from blocktrain.training.data import load_corpus
 
@@ -129,7 +118,7 @@ def evaluate(
     json_: Json = False,
 ) -> int:
     """The five numbers of a trained run on its held-out text (CE in nats per byte)."""
-    settings = load_config(_existing(run))
+    settings = load_config(existing_run(run))
     overrides: dict[str, Any] = {}
     for text in set_:
         fields = parse_assignment(text)
@@ -160,7 +149,7 @@ def generate(
     from blocktrain.training.generate import check_sampling, generate_ids, to_text
 
     check_sampling(temperature, top_p, max_bytes)
-    _existing(run)
+    existing_run(run)
     loaded = load_run(run, say)
     ids: list[int] = []
     pieces = to_text(_collect(generate_ids(loaded, os.fsencode(prompt), max_bytes, temperature, top_p, seed), ids))
@@ -205,7 +194,7 @@ def memory(
                 raise ConfigError(f"{flag}: goes with --params; for a run or preset use --set model.blocks=N or --set train.optimizer=NAME")
         if run is not None and preset is not None:
             raise ConfigError("--preset: give a run folder or a preset, not both")
-        fields = read_toml(_existing(run)) if run is not None else preset_fields(preset or "default")
+        fields = read_toml(existing_run(run)) if run is not None else preset_fields(preset or "default")
         for text in set_:
             fields = merge_fields(fields, parse_assignment(text))
         report = accounting.memory_report(make_config(fields, "--set" if set_ else str(run or preset)), dtype=dtype, measure=measure)
@@ -251,79 +240,6 @@ def _collect(ids: Iterator[int], into: list[int]) -> Iterator[int]:
     for one in ids:
         into.append(one)
         yield one
-
-
-def _existing(run: Path) -> Path:
-    path = run / "run.toml"
-    if not path.is_file():
-        raise ConfigError(f"{run}: not a run folder (no run.toml); make one with `blocktrain train {run}`")
-    return path
-
-
-def _run_settings(run: Path, preset: str | None, config: Path | None, data: str | None, sets: tuple[str, ...]) -> RunConfig:
-    """The settings of a run: RUN/run.toml where it is there, else preset and --config; then --data and --set."""
-    existing = run / "run.toml"
-    if run.exists() and not run.is_dir():
-        raise ConfigError(f"{run}: is a file, a run needs a folder")
-    _require_utf8("RUN", str(run))
-    start = preset_fields(preset or "default")
-    source = f"preset {preset or 'default'}"
-    if config is not None:
-        start, source = merge_fields(start, read_toml(config)), str(config)
-    over: dict[str, Any] = {"data": {"corpus": data}} if data is not None else {}
-    for text in sets:
-        over = merge_fields(over, parse_assignment(text))
-    if not existing.is_file():
-        _require_empty(run)
-        return make_config(_absolute_paths(merge_fields(start, over)), f"{source} with --set" if sets else source)
-    have = load_config(existing).model_dump()
-    settings = make_config(_absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
-    if preset is not None or config is not None:
-        wanted = make_config(merge_fields(start, over), source)
-        _refuse_contradiction(existing, settings, wanted, "--config" if config else "--preset")
-    return settings
-
-
-def _require_empty(run: Path) -> None:
-    """A new run does not move into a folder that holds something else."""
-    if (run / "checkpoints").is_dir():
-        raise ConfigError(f"{run}: has checkpoints but no run.toml; put it back (each progress.json holds the settings) or use a new folder")
-    others = [path.name for path in run.iterdir() if not path.name.startswith(".")] if run.is_dir() else []
-    if others:
-        raise ConfigError(f"{run.absolute()}: holds other files ({min(others)}) and no run.toml; name a new folder for the run")
-
-
-def _refuse_contradiction(existing: Path, have: RunConfig, wanted: RunConfig, flag: str) -> None:
-    """The same command twice goes on; a preset or file that says something else than run.toml is refused, naming the setting."""
-    for name, section in wanted:
-        for key, value in section if name not in ("data", "seed") else ():
-            there = getattr(getattr(have, name), key)
-            if there != value:
-                found = f"{name}.{key} is {there} there and {value} here"
-                raise ConfigError(
-                    f"{flag}: {existing} is already there and differs ({found}); leave {flag} out to go on with it, or use a new folder"
-                )
-
-
-def _absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
-    """A corpus given as a path is kept absolute, so that the run can be gone on with from another folder."""
-    from blocktrain.training.data import NAMES
-
-    data = dict(fields.get("data", {})) if isinstance(fields.get("data", {}), dict) else {}
-    for key in ("corpus", "heldout"):
-        value = data.get(key)
-        if isinstance(value, str) and value and value not in NAMES and Path(value).expanduser().exists():
-            data[key] = str(Path(value).expanduser().absolute())
-            _require_utf8(f"data.{key}", data[key])
-    return merge_fields(fields, {"data": data}) if data else fields
-
-
-def _require_utf8(name: str, path: str) -> None:
-    """run.toml is UTF-8, and so must be every path that goes into it or that a library opens."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name}: the path {path!r} is not valid UTF-8; rename or link it") from None
 
 
 def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str, stopped: list[int]) -> bool:

@@ -126,6 +126,20 @@ def require_memory(config: RunConfig) -> None:
         )
 
 
+def worker_capacity(config: RunConfig, budget: int | None = None) -> int:
+    """Consecutive blocks that a worker of `budget` bytes (default: what is free here) can train together, up to `round.max_span`; 0 if not even one."""
+    hardware = choose_hardware(config.train)
+    p = PRECISIONS["mixed" if hardware.dtype == torch.bfloat16 else "float32"]
+    have = available_memory(hardware.device) if budget is None else budget
+    longest = 0
+    for length in range(1, min(config.round.max_span, config.model.blocks) + 1):
+        spans = {(first, first + length) for first in range(config.model.blocks - length + 1)}
+        if max(span_holding(config, span, p, "").total.total for span in {min(spans), max(spans)}) > have:
+            break
+        longest = length
+    return longest
+
+
 def shape_report(params: float, blocks: int, dtype: str = "float32", optimizer: str = "adamw") -> MemoryReport:
     """The accounting where only a number of parameters is known: evenly in blocks, no activations, all of them matrices to Muon."""
     p = _precision(dtype)

@@ -138,7 +138,7 @@ def check_config(config: RunConfig) -> None:
 
 
 class Coordinator:
-    """One run's coordinator. `clock` gives seconds that never run backwards; `say` gets sentences for the log."""
+    """One run's coordinator. `clock` gives seconds that never run backwards; `say` gets sentences for the log; `serving` is False for whoever only looks."""
 
     def __init__(
         self,
@@ -150,6 +150,7 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = lambda _: None,
+        serving: bool = True,
     ) -> None:
         check_config(config)
         self.run, self.config, self.layout, self.store, self.text = run, config, layout, store, text
@@ -166,11 +167,11 @@ class Coordinator:
         self.changed: Callable[[], None] = lambda: None  # told after every event
         self.closed: Callable[[], None] = lambda: None  # told after every new version
         self.machine: Machine
-        self._open()
+        self._open(serving)
 
     # --- Opening ---
 
-    def _open(self) -> None:
+    def _open(self, serving: bool) -> None:
         self.run_id = self.store.fact_once("run_id", secrets.token_hex(6))
         self.pem = self.store.fact_once("certificate", identity.new_certificate(f"blocktrain {self.run}"))
         self.secret = self.store.fact_once("secret", secrets.token_hex(32))
@@ -180,6 +181,8 @@ class Coordinator:
                 raise CheckpointError(f"{self.run}: the coordinator's state is of another {name} ({have[:16]}, now {value[:16]}); use a new run folder")
         self._write_first_versions()
         self._reload()
+        if not serving:  # somebody only looks, or withdraws a right, beside the process that serves
+            return
         if self.machine.state.rules != (rules := rules_of(self.config)):
             self.change_rules(rules)
         self._sweep_files()

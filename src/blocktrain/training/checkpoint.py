@@ -72,6 +72,21 @@ def save_checkpoint(
 
     Raises CheckpointError if the disk is full or refuses, or if a kept file is damaged; the checkpoint before is then untouched.
     """
+
+    def fill(folder: Path) -> None:
+        for name in kept:
+            assert source is not None, "files can be kept only from a checkpoint"
+            shutil.copyfile(source.folder / name, folder / name)
+            if _sha256(folder / name) != source.progress.files[name]:
+                raise CheckpointError(f"{source.folder / name}: damaged since it was written, its sha256 is not the one in progress.json")
+        for name, tensors in parts.items():
+            save_tensors(folder / name, tensors)
+
+    return write_checkpoint(run, progress, fill)
+
+
+def write_checkpoint(run: Path, progress: Progress, fill: Callable[[Path], None]) -> Checkpoint:
+    """Write a checkpoint whose files `fill` puts into a scratch folder; whole or not at all. Raises CheckpointError like `save_checkpoint`."""
     folder = run / "checkpoints"
     target = folder / f"step-{progress.updates:08d}"
     scratch = folder / f".step-{progress.updates:08d}.{os.getpid()}.tmp"
@@ -80,13 +95,7 @@ def save_checkpoint(
         for stale in folder.glob(".step-*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
         scratch.mkdir()
-        for name in kept:
-            assert source is not None, "files can be kept only from a checkpoint"
-            shutil.copyfile(source.folder / name, scratch / name)
-            if _sha256(scratch / name) != source.progress.files[name]:
-                raise CheckpointError(f"{source.folder / name}: damaged since it was written, its sha256 is not the one in progress.json")
-        for name, tensors in parts.items():
-            save_tensors(scratch / name, tensors)
+        fill(scratch)
         files = {path.name: _sha256(path) for path in sorted(scratch.iterdir())}
         progress = progress.model_copy(update={"files": files})
         write_bytes(scratch / "progress.json", progress.model_dump_json(indent=1).encode())
@@ -236,7 +245,8 @@ def _as_read_now(trained: RunConfig, path: Path) -> RunConfig:
     now = load_config(path)
     fields = trained.model_dump()
     fields["evaluate"] = now.evaluate.model_dump()
-    fields["data"] = now.data.model_dump()
+    for name in ("data", "round", "outer", "limits"):
+        fields[name] = getattr(now, name).model_dump()
     fields["train"] |= {"device": now.train.device, "precision": now.train.precision}
     fields["objective"] |= {"start": now.objective.start, "readout": now.objective.readout}
     return make_config(fields, str(path))
