@@ -74,7 +74,7 @@ class TrainingEngine:
 
     # --- Once ---
 
-    async def prepare(self, info: RunInfo, link: Link) -> int:
+    def configure(self, info: RunInfo) -> int:
         self.config = make_config(info.config, "the coordinator's run.toml")
         if self.device:
             train = self.config.train.model_copy(update={"device": self.device})
@@ -82,9 +82,11 @@ class TrainingEngine:
         self.layout = layout_of(self.config)
         self.hardware = choose_hardware(self.config.train)
         (self.folder / "parts").mkdir(parents=True, exist_ok=True)
+        return self.capacity_of(self.config)
+
+    async def prepare(self, info: RunInfo, link: Link) -> None:
         data = await self._text(info, link)
         self.batches = Batches(data, self.config.train.batch_size, self.config.model.positions, self.config.seed)
-        return self.capacity_of(self.config)
 
     async def _text(self, info: RunInfo, link: Link):  # noqa: ANN202 (a NumPy map)
         """The training text: this machine's own copy if it is the same, else the coordinator's."""

@@ -128,6 +128,13 @@ class Line:
         self.inside -= 1
 
 
+def _bearer(request: Request) -> str:
+    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not secret or len(secret) > 200:
+        raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
+    return secret
+
+
 class Service:
     """One coordinator's HTTP application and the thread that does what is due."""
 
@@ -428,13 +435,6 @@ def _range(text: str | None, size: int) -> tuple[int | None, int]:
 def _number(text: bytes) -> int:
     """A declared length; what is not a number is as bad as one that is too large."""
     return int(text) if text.isdigit() and len(text) < 19 else 1 << 62
-
-
-def _bearer(request: Request) -> str:
-    scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secret or len(secret) > 200:
-        raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
-    return secret
 
 
 def _address(request: Request) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from blocktrain.errors import BlockTrainError
+from blocktrain.errors import BlockTrainError, DivergedError
 from blocktrain.streams import Source
 from blocktrain.swarm import crash
 from blocktrain.swarm.protocol import (
@@ -36,6 +36,7 @@ from blocktrain.swarm.protocol import (
 FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to take
 MARGIN_S = 0.5
 RESENDS = 5
+DIVERGED = 3  # assignments that may diverge before the worker gives up
 
 
 class Told(Exception):
@@ -81,8 +82,12 @@ class Trained:
 class Engine(Protocol):
     """What trains."""
 
-    async def prepare(self, info: RunInfo, link: Link) -> int:
-        """Get the text; returns how many blocks fit this machine."""
+    def configure(self, info: RunInfo) -> int:
+        """Take up the run's settings; returns how many blocks fit this machine."""
+        ...
+
+    async def prepare(self, info: RunInfo, link: Link) -> None:
+        """Get the text."""
         ...
 
     async def fetch(self, work: Work, link: Link) -> None:
@@ -110,6 +115,7 @@ class Worker:
     name: str = ""
     stopping: bool = False
     updates: int = 0
+    diverged: int = 0
     _upload_s: float | None = None
     _heartbeat_s: float = 5.0
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -122,19 +128,19 @@ class Worker:
         """Until the run is finished or the worker is stopped. Raises WorkerStopped where it cannot go on."""
         try:
             info = await self.link.info()
-            capacity = await self.engine.prepare(info, self.link)
+            capacity = self.engine.configure(info)
             capacity = min(capacity, self.max_span) if self.max_span else capacity
             await self._join(capacity)
             beats = asyncio.ensure_future(self._beats())
             try:
-                outcome = await self._work_until_done(capacity)
+                await self.engine.prepare(info, self.link)
+                return await self._work_until_done(capacity)
             finally:
                 beats.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await beats
-            with contextlib.suppress(Told, BlockTrainError, TimeoutError):
-                await asyncio.wait_for(self.link.leave(), 10)
-            return outcome
+                with contextlib.suppress(Told, BlockTrainError, TimeoutError):
+                    await asyncio.wait_for(self.link.leave(), 10)
         except Told as error:
             raise WorkerStopped(f"{self.name or 'worker'}: {error.reason}") from None
         finally:
@@ -207,6 +213,16 @@ class Worker:
                 raise
             self.engine.settled(work, False)
             self.say(f"{blocks}: {error.reason}")
+            if error.kind == "unknown":  # a file is gone, its version is too old by now: this work cannot be done
+                with contextlib.suppress(Told):
+                    await self.link.give_back(work.key, error.reason[:200])
+        except DivergedError as error:
+            self.engine.settled(work, False)
+            self.diverged += 1
+            await self.link.give_back(work.key, str(error)[:200])
+            if self.diverged >= DIVERGED:
+                raise
+            self.say(f"{blocks}: {error}")
 
     async def _hand_in(self, work: Work, trained: Trained) -> None:
         """Begin, parts, commit; what is missing or damaged at the other end is sent again."""
