@@ -28,13 +28,19 @@ def coordinator(
     run: NewRun,
     /,
     *,
-    listen: Annotated[str, Parameter(help="HOST:PORT to serve at; port 0 takes a free one. Loopback unless you name another address.")] = "127.0.0.1:7700",
+    listen: Annotated[
+        str, Parameter(help="HOST:PORT to serve at; port 0 takes a free one. Loopback unless you name another address.")
+    ] = "127.0.0.1:7700",
     preset: Annotated[str | None, Parameter(help=f"One of {', '.join(PRESETS)}. Only for a new run.")] = None,
     config: Annotated[Path | None, Parameter(help="A run.toml to start from. Only for a new run.")] = None,
-    data: Annotated[str | None, Parameter(help="wiki, python, wikitext-2, wikitext-103, or a path (sets data.corpus). Workers get the text from here.")] = None,
+    data: Annotated[
+        str | None, Parameter(help="wiki, python, wikitext-2, wikitext-103, or a path (sets data.corpus). Workers get the text from here.")
+    ] = None,
     set_: Settings = (),
     public: Annotated[str | None, Parameter(help="HOST or HOST:PORT by which workers reach this machine, where it is not the one found.")] = None,
-    plaintext: Annotated[bool, Parameter(negative=(), help="Plain HTTP on an address that is not loopback: secrets can then be read on the way.")] = False,
+    plaintext: Annotated[
+        bool, Parameter(negative=(), help="Plain HTTP on an address that is not loopback: secrets can then be read on the way.")
+    ] = False,
     cert: Annotated[Path | None, Parameter(help="PEM file with your own key and certificate, in place of one made here.")] = None,
     evaluate: Annotated[bool, Parameter(help="Score the composed model now and then, on at most a tenth of the time.")] = True,
     stay: Annotated[bool, Parameter(negative=(), help="Keep the page up after the run has finished.")] = False,
@@ -54,7 +60,9 @@ def coordinator(
         print(json.dumps(figures)) if json_ else out.print(_status_table(figures))
         return 0
     settings = run_settings(run, preset, config, data, set_)
-    host = Host(run, settings, listen=listen, public=public, plaintext=plaintext, cert=cert, evaluate=evaluate, stay=stay, alone_min=alone_min, say=say)
+    host = Host(
+        run, settings, listen=listen, public=public, plaintext=plaintext, cert=cert, evaluate=evaluate, stay=stay, alone_min=alone_min, say=say
+    )
     host.open()
     print(f"blocktrain worker {host.line}", flush=True)
     say(f"page: {host.page}")
@@ -227,4 +235,3 @@ def _status_table(figures: dict[str, Any]) -> Any:
             row["reason"],
         )
     return table
-

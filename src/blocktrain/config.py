@@ -195,7 +195,9 @@ class RoundConfig(Section):
     """Rounds of many workers (docs/rounds.md); on one machine they have no effect. May be changed in a live run: a block takes them up with its next round."""
 
     deadline: Literal["fixed", "recent"] = Field(default="recent", description="deadline_s always, or from a block's recent arrivals: median + k MAD")
-    deadline_s: float = Field(default=120.0, gt=0, le=1e7, description="seconds a round lasts from its first assignment; until three arrivals if recent")
+    deadline_s: float = Field(
+        default=120.0, gt=0, le=1e7, description="seconds a round lasts from its first assignment; until three arrivals if recent"
+    )
     deadline_min_s: float = Field(default=5.0, gt=0, le=1e7, description="lower bound in seconds of a deadline that follows arrivals")
     deadline_max_s: float = Field(default=1800.0, gt=0, le=1e7, description="upper bound in seconds of a deadline that follows arrivals")
     deadline_mads: float = Field(default=4.0, ge=1e-6, le=1e3, description="k in median + k MAD")

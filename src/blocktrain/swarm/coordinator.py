@@ -178,7 +178,9 @@ class Coordinator:
         same = {"layout": self.layout.digest, "text": self.text.digest, "seed": str(self.config.seed)}
         for name, value in same.items():
             if (have := self.store.fact_once(name, value)) != value:
-                raise CheckpointError(f"{self.run}: the coordinator's state is of another {name} ({have[:16]}, now {value[:16]}); use a new run folder")
+                raise CheckpointError(
+                    f"{self.run}: the coordinator's state is of another {name} ({have[:16]}, now {value[:16]}); use a new run folder"
+                )
         self._write_first_versions()
         self._reload()
         if not serving:  # somebody only looks, or withdraws a right, beside the process that serves
@@ -503,7 +505,9 @@ class Coordinator:
             raise OSError(self.problem)
         answer = self.record(lambda now: Begin(now, who.worker, who.process, request.key))
         crash.point("begin.after_record")
-        return BeginReply(kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=self._received(request.key, request.sha256))
+        return BeginReply(
+            kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=self._received(request.key, request.sha256)
+        )
 
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
@@ -556,7 +560,9 @@ class Coordinator:
         names = [_part_name(request.key, request.sha256, i) for i in range(-(-expected // self.part_bytes))]
         source = self._whole(request, names)
         if source is None:
-            return CommitReply(kind="resend", reason="parts are missing, or the digest of what is here is another: send again what is missing", key=request.key)
+            return CommitReply(
+                kind="resend", reason="parts are missing, or the digest of what is here is another: send again what is missing", key=request.key
+            )
         crash.point("commit.before_gate")
         norms, fault = self._gate(assignment, source, request.sha256)
         crash.point("commit.before_record")
@@ -614,7 +620,9 @@ class Coordinator:
         pending = {update.key for b in assignment.blocks for update in self.machine.state.blocks[b].pending}
         with self.store.transaction() as tx:
             same = store.updates.c.sha256 == sha256
-            copies = tx.rows(sa.select(store.updates.c.key).where(same, store.updates.c.kind.in_(["fresh", "late"]), store.updates.c.key != assignment.key))
+            copies = tx.rows(
+                sa.select(store.updates.c.key).where(same, store.updates.c.kind.in_(["fresh", "late"]), store.updates.c.key != assignment.key)
+            )
             others = tx.rows(sa.select(store.updates.c.metrics).where(store.updates.c.key.in_(pending))) if pending else []
         if copies:
             return norms, f"its bytes are those of update {copies[0]['key']}: copied or replayed"
@@ -801,7 +809,9 @@ class Coordinator:
         before, now = self.config.model_dump(exclude=fixed), config.model_dump(exclude=fixed)
         if before != now:
             wrong = next(name for name in before if before[name] != now[name])
-            raise ConfigError(f"[{wrong}]: differs from what this run is trained with and is not taken up; rounds and limits may change in a live run")
+            raise ConfigError(
+                f"[{wrong}]: differs from what this run is trained with and is not taken up; rounds and limits may change in a live run"
+            )
         rules = rules_of(config)
         self.config = config
         if rules != self.machine.state.rules:

@@ -88,7 +88,7 @@ class TrainingEngine:
         data = await self._text(info, link)
         self.batches = Batches(data, self.config.train.batch_size, self.config.model.positions, self.config.seed)
 
-    async def _text(self, info: RunInfo, link: Link):  # noqa: ANN202 (a NumPy map)
+    async def _text(self, info: RunInfo, link: Link):
         """The training text: this machine's own copy if it is the same, else the coordinator's."""
         if info.corpus in LOCAL_CORPORA:
             try:
@@ -265,7 +265,9 @@ class TrainingEngine:
         path = self.folder / f"residual-{part}.safetensors"
         shapes = self.layout.part_shapes(part)
         try:
-            return TensorFile(FileSource(path), path.name, {name: (torch.float32, shape) for name, shape in shapes.items()}) if path.exists() else None
+            return (
+                TensorFile(FileSource(path), path.name, {name: (torch.float32, shape) for name, shape in shapes.items()}) if path.exists() else None
+            )
         except (BlockTrainError, OSError) as error:
             self.say(f"{error}; what earlier updates left out is forgotten")
             return None

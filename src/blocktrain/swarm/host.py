@@ -83,7 +83,9 @@ class Host:
     def open(self) -> None:
         """Take the folder and the address, and write what a new run lacks."""
         if (self.run / "checkpoints").is_dir() and not (self.run / "swarm").is_dir():
-            raise ConfigError(f"{self.run}: was trained on one machine (it has checkpoints and no swarm folder); use a new run folder for many workers")
+            raise ConfigError(
+                f"{self.run}: was trained on one machine (it has checkpoints and no swarm folder); use a new run folder for many workers"
+            )
         self.socket = self._bind()
         corpus = self._corpus()
         self.run.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,9 @@ class Host:
             bound.listen(512)
         except OSError as error:
             bound.close()
-            raise ConfigError(f"--listen {self.host}:{self.port}: {error.strerror}; is another coordinator running? Port 0 takes a free one") from None
+            raise ConfigError(
+                f"--listen {self.host}:{self.port}: {error.strerror}; is another coordinator running? Port 0 takes a free one"
+            ) from None
         self.port = bound.getsockname()[1]
         return bound
 
@@ -274,7 +278,9 @@ class Host:
         figures = json.loads(text)
         with self.coordinator.store.transaction() as tx:
             tx.put(store.headlines, tokens=self._evaluating * self.config.tokens_per_step, figures=json.dumps(figures))
-        self.say(f"headline CE {figures['headline_ce']:.4f} nats/byte after {self._evaluating} steps of every block (n-gram {figures['ngram_ce']:.4f})")
+        self.say(
+            f"headline CE {figures['headline_ce']:.4f} nats/byte after {self._evaluating} steps of every block (n-gram {figures['ngram_ce']:.4f})"
+        )
 
     def _end_if_due(self, server: uvicorn.Server) -> None:
         if self.coordinator.finished:

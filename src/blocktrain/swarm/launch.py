@@ -104,4 +104,3 @@ def memory_bytes(text: str) -> int:
     if not 0 < amount < 1e18:
         raise ConfigError(f"--memory {text}: expected an amount such as 6GiB or 500MB")
     return int(amount)
-

@@ -92,7 +92,9 @@ class HttpLink:
             if self.line.scheme == "https":
                 verify = await asyncio.to_thread(self._pinned)
             limits = httpx2.Limits(max_connections=8, max_keepalive_connections=4, keepalive_expiry=60.0)
-            self._client = httpx2.AsyncClient(base_url=self.line.url, verify=verify, timeout=TIMEOUT, limits=limits, transport=self.transport, trust_env=True)
+            self._client = httpx2.AsyncClient(
+                base_url=self.line.url, verify=verify, timeout=TIMEOUT, limits=limits, transport=self.transport, trust_env=True
+            )
         return self._client
 
     def _pinned(self) -> ssl.SSLContext:

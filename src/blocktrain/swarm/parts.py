@@ -49,7 +49,9 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        plain = {part: {n: [str(d), list(s), n in self.trainable[part]] for n, (d, s) in sorted(e.items())} for part, e in sorted(self.entries.items())}
+        plain = {
+            part: {n: [str(d), list(s), n in self.trainable[part]] for n, (d, s) in sorted(e.items())} for part, e in sorted(self.entries.items())
+        }
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -49,7 +49,9 @@ STATUS = {
     **{"revoked": 401, "forbidden": 403, "unknown": 404, "conflict": 409, "resend": 409, "too_old": 410, "returned": 410},
     **{"unfit": 422, "invalid": 422, "suspended": 429},
 }
-ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 422, 429, 500, 503, 507)}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 422, 429, 500, 503, 507)
+}
 BLOB = re.compile(r"(versions|text)/[A-Za-z0-9._/-]{1,200}")
 CHUNK = 1 << 20
 PART_STALL_S = 60.0  # without a byte of a part
@@ -373,7 +375,7 @@ class Service:
         inner = response.__call__
 
         class Leaving(Response):
-            async def __call__(_, scope: Any, receive: Any, send: Any) -> None:  # noqa: N805
+            async def __call__(_, scope: Any, receive: Any, send: Any) -> None:
                 try:
                     await inner(scope, receive, send)
                 finally:

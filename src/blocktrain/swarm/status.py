@@ -48,9 +48,7 @@ def status(coordinator: Coordinator) -> dict[str, Any]:
         "blocks": blocks,
         "interface": {"version": state.interface, "mode": coordinator.config.outer.interface},
         "workers": [_worker(state, worker, shown, now, rows, bytes_by) for worker in sorted(state.workers.values(), key=lambda w: w.name)],
-        "refusals": [
-            {"s_ago": now - row["at"], "worker": row["worker"], "block": row["block"], "reason": row["text"]} for row in rows["refusals"]
-        ],
+        "refusals": [{"s_ago": now - row["at"], "worker": row["worker"], "block": row["block"], "reason": row["text"]} for row in rows["refusals"]],
         "log": [{"s_ago": now - at, "text": text} for at, text in coordinator.logged()][::-1],
         "updates": _results(rows["results"]),
         "bytes": _bytes(bytes_by),

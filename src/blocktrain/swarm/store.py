@@ -90,7 +90,9 @@ ledger = sa.Table(
     sa.Column("direction", _text, primary_key=True),  # down, up
     sa.Column("bytes", _big, nullable=False),
 )
-headlines = sa.Table("headlines", _tables, sa.Column("tokens", _big, primary_key=True, autoincrement=False), sa.Column("figures", _text, nullable=False))
+headlines = sa.Table(
+    "headlines", _tables, sa.Column("tokens", _big, primary_key=True, autoincrement=False), sa.Column("figures", _text, nullable=False)
+)
 notes = sa.Table(
     "notes",
     _tables,

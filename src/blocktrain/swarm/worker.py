@@ -256,7 +256,9 @@ class Worker:
         self.updates += 1
         ce = f", CE {trained.metrics.ce:.4f} nats/byte" if trained.metrics.ce is not None else ""
         speed = f", {trained.metrics.tokens_per_s:,.0f} bytes/s" if trained.metrics.tokens_per_s else ""
-        self.say(f"block {work.first}{f'-{work.stop - 1}' * (work.stop - work.first > 1)}: {done.reason}{ce}{speed}, {trained.source.size:,} bytes up")
+        self.say(
+            f"block {work.first}{f'-{work.stop - 1}' * (work.stop - work.first > 1)}: {done.reason}{ce}{speed}, {trained.source.size:,} bytes up"
+        )
 
 
 def _version(work: Work, block: int) -> int:
@@ -265,4 +267,3 @@ def _version(work: Work, block: int) -> int:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-

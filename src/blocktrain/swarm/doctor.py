@@ -1,0 +1,1 @@
+"""What is wrong with a machine or its way to a coordinator."""

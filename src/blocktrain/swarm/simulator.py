@@ -1,0 +1,1 @@
+"""Many workers under a virtual clock."""
