@@ -45,13 +45,13 @@ function draw(element) {
   drawer.drawn = drawer.key;
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-  const { traces, shapes, annotations, label, small } = drawer.figure(colour);
-  element.setAttribute("aria-label", label);
+  const figure = drawer.figure(colour);
+  element.setAttribute("aria-label", figure.label);
   element.setAttribute("role", "img");
-  window.Plotly.react(element, traces, layout(colour, shapes ?? [], annotations ?? [], small), CONFIG);
+  window.Plotly.react(element, figure.traces, layout(colour, figure), CONFIG);
 }
 
-function layout(colour, shapes, annotations, small) {
+function layout(colour, { small, values, shapes = [], annotations = [] }) {
   const axis = {
     fixedrange: true,
     gridcolor: colour("line"),
@@ -74,11 +74,21 @@ function layout(colour, shapes, annotations, small) {
     dragmode: false,
     hoverlabel: { bgcolor: colour("surface"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12 } },
     xaxis: { ...axis, showgrid: false, rangemode: "tozero", tickformat: "~s", title: small ? undefined : { text: "tokens", font: { size: 11, color: colour("muted") }, standoff: 6 } },
-    yaxis: { ...axis, tickformat: ".2~f" },
+    yaxis: { ...axis, tickformat: ".2~f", ...range(values) },
     shapes,
     annotations,
   };
 }
+
+// Some air above and below, so that neither a curve nor a label is cut off.
+function range(values) {
+  if (!values.length) return { range: [0, 4] };
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const air = 0.12 * (high - low || 1);
+  return { range: [low - air, high + air] };
+}
+
+const heights = (points) => points.map((point) => point[1]);
 
 function line(points, colour, name, dash, width) {
   return {
@@ -102,10 +112,8 @@ export function headlineFigure(status) {
   const last = points.at(-1);
   const key = JSON.stringify([points.length, last, marks]);
   const figure = (colour) => ({
-    traces: [
-      line(points, colour("headline"), "headline", "solid", 2.5),
-      { x: marks.map(() => last?.[0] ?? 0), y: marks.map(([value]) => value), mode: "markers", marker: { opacity: 0 }, hoverinfo: "skip" },
-    ],
+    values: [...heights(points), ...marks.map(([value]) => value)],
+    traces: [line(points, colour("headline"), "headline", "solid", 2.5)],
     shapes: marks.map(([value]) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value, line: { color: colour("muted"), width: 1, dash: "dot" } })),
     annotations: marks.map(([value, name]) => ({
       text: `${name} ${fixed(value, 2)}`,
@@ -113,7 +121,7 @@ export function headlineFigure(status) {
       x: 1,
       xanchor: "right",
       y: value,
-      yanchor: "bottom",
+      yanchor: last && value < last[1] ? "top" : "bottom", // away from the curve
       showarrow: false,
       font: { size: 11, color: colour("muted") },
     })),
@@ -129,6 +137,7 @@ export function blockFigure(block, status) {
   const key = JSON.stringify([losses.length, last, headline.length, headline.at(-1)]);
   const figure = (colour) => ({
     small: true,
+    values: [...heights(headline), ...heights(losses)],
     traces: [line(headline, colour("headline"), "composed", "dot", 2), line(losses, colour("block"), "loss", "solid", 2)],
     label: last ? `Loss of block ${block.block}: from ${fixed(losses[0][1], 2)} to ${fixed(last[1], 3)} at ${short(last[0])} tokens` : `Loss of block ${block.block}: no round yet`,
   });

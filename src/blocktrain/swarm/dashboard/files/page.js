@@ -134,12 +134,13 @@ const cards = new Keyed(
     put(parts.name, `Block ${block.block}`);
     if (!element.ariaLabel) element.ariaLabel = `Block ${block.block}`;
     chip(parts.state, block.state);
-    put(parts.version, block.version);
+    put(parts.version, typeof block.version === "number" ? `version ${block.version}` : "");
     put(parts.loss, fixed(block.loss, 3));
     put(parts.participation, percent(block.participation));
     bars(parts.bars, block.participations ?? []);
     put(parts.reported, reported(block));
-    put(parts.moved, `${bytes(block.bytes_down)} / ${bytes(block.bytes_up)}`);
+    put(parts.down, bytes(block.bytes_down), `${whole(block.bytes_down)} bytes`);
+    put(parts.up, bytes(block.bytes_up), `${whole(block.bytes_up)} bytes`);
     put(parts.reason, block.reason ?? "", block.reason);
     progress(parts, block.tokens, block.target_tokens);
     clock(parts.deadline, block.deadline_in_s, -1, countdown);
@@ -162,7 +163,7 @@ function bars(svg, points) {
     ...last.map(([version, share], at) => {
       const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       const height = Math.max(1, 16 * Math.min(1, share ?? 0));
-      const place = { x: 72 - 3 * (last.length - at), y: 16 - height, width: 2, height, rx: 0.5 };
+      const place = { x: 3 * at, y: 16 - height, width: 2, height, rx: 0.5 };
       for (const [name, value] of Object.entries(place)) rect.setAttribute(name, value);
       const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
       title.textContent = `version ${version}: ${percent(share)}`;
