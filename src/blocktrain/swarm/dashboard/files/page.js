@@ -21,6 +21,7 @@ function showHeadline() {
   const { headline_ce: ce, headline_tokens: at } = status;
   put($("ce"), fixed(ce, 3));
   const meaning = typeof ce === "number" ? `Held-out cross entropy of the composed model. Lower is better. ${fixed(ce / Math.LN2, 2)} bits per byte` : "Not measured yet: the blocks are composed and scored now and then";
+  $("ce").parentElement.classList.toggle("none", typeof ce !== "number");
   put($("ce-meaning"), `${meaning}${typeof at === "number" && typeof ce === "number" ? `, measured at ${whole(at)} tokens.` : "."}`);
   const marks = [
     ["n-gram", status.ngram_ce, "counting, order 5"],
@@ -60,6 +61,7 @@ function showRun() {
   chip($("state"), status.state);
   put($("reason"), status.reason ?? "");
   progress({ tokens: $("run-tokens"), share: $("run-share"), bar: $("run-bar") }, status.tokens, status.target_tokens);
+  show($("run-progress"), typeof status.tokens === "number");
   const live = (status.workers ?? []).filter((worker) => worker.state === "live");
   put($("f-live"), `${whole(live.length)} of ${whole((status.workers ?? []).length)}`);
   put($("f-speed"), `${short(live.reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0))} tokens/s`);
@@ -85,7 +87,7 @@ function showBlocks() {
   const blocks = status.blocks ?? [];
   const shown = allBlocks ? blocks : blocks.slice(0, FEW_BLOCKS);
   show($("blocks-empty"), blocks.length === 0);
-  put($("blocks-summary"), blocks.length ? `${whole(blocks.length)}: ${counts(blocks)}` : "");
+  put($("blocks-summary"), blocks.length ? `${whole(blocks.length)} in all: ${counts(blocks)}` : "");
   show($("map"), blocks.length > FEW_BLOCKS);
   map.show(blocks.length > FEW_BLOCKS ? blocks : [], (block) => block.block);
   cards.show(shown, (block) => block.block);
@@ -204,7 +206,7 @@ function showWorkers() {
   const workers = status.workers ?? [];
   const found = (query ? workers.filter(matches) : [...workers]).sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) || byName.compare(a.worker, b.worker));
   const limit = Math.min(rows, MOST_WORKERS);
-  put($("workers-summary"), workers.length ? `${whole(workers.length)}: ${counts(workers)}` : "");
+  put($("workers-summary"), workers.length ? `${whole(workers.length)} in all: ${counts(workers)}` : "");
   show($("workers-empty"), found.length === 0);
   put($("workers-empty"), workers.length ? "No worker matches." : "No worker has joined yet.");
   show($("workers-box"), found.length > 0);
@@ -276,6 +278,7 @@ const showLog = lines("log", makeLine, ({ when, who, text }, entry) => {
 function showBytes() {
   const kinds = Object.entries(status.bytes?.by_kind ?? {}).filter(([, count]) => typeof count === "number");
   const total = kinds.reduce((sum, [, count]) => sum + count, 0);
+  show($("kinds-empty"), kinds.length === 0);
   kindRows.show(
     kinds.map(([kind, count]) => ({ kind, count, share: total ? count / total : 0 })),
     ({ kind }) => kind,
