@@ -62,7 +62,7 @@ class Assets:
     def _read(self, name: str) -> Asset:
         content = _plotly() if name == PLOTLY else self._paths[name].read_bytes()
         packed = gzip.compress(content, 6, mtime=0) if len(content) > SMALL else None
-        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        tag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'
         return Asset(content, packed, tag, TYPES[Path(name).suffix], FOR_GOOD if name == PLOTLY else "no-cache")
 
 

@@ -57,6 +57,7 @@ function layout(colour, { small, values, empty, shapes = [], annotations = [] })
     gridcolor: colour("line"),
     zeroline: false,
     showline: false,
+    showspikes: false,
     ticks: "",
     tickfont: { size: 11, color: colour("muted") },
     nticks: small ? 4 : 6,

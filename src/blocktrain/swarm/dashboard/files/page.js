@@ -21,7 +21,7 @@ function showHeadline() {
   const { headline_ce: ce, headline_tokens: at } = status;
   put($("ce"), fixed(ce, 3));
   const meaning = typeof ce === "number" ? `Held-out cross entropy of the composed model. Lower is better. ${fixed(ce / Math.LN2, 2)} bits per byte` : "Not measured yet: the blocks are composed and scored now and then";
-  $("ce").parentElement.classList.toggle("none", typeof ce !== "number");
+  show($("ce").parentElement, typeof ce === "number");
   put($("ce-meaning"), `${meaning}${typeof at === "number" && typeof ce === "number" ? `, measured at ${whole(at)} tokens.` : "."}`);
   const marks = [
     ["n-gram", status.ngram_ce, "counting, order 5"],
@@ -279,6 +279,7 @@ function showBytes() {
   const kinds = Object.entries(status.bytes?.by_kind ?? {}).filter(([, count]) => typeof count === "number");
   const total = kinds.reduce((sum, [, count]) => sum + count, 0);
   show($("kinds-empty"), kinds.length === 0);
+  show($("kinds"), kinds.length > 0);
   kindRows.show(
     kinds.map(([kind, count]) => ({ kind, count, share: total ? count / total : 0 })),
     ({ kind }) => kind,
