@@ -127,7 +127,9 @@ def test_a_phone_needs_no_sideways_scroll(browser: Browser, scheme: Any, tmp_pat
     with swarm.serve(), visit(browser, swarm, viewport=PHONE, color_scheme=scheme, device_scale_factor=2, has_touch=True) as (page, said):
         expect(page.locator("#headline-chart path.js-line").first).to_be_attached()
         page.screenshot(path=tmp_path / "phone.png", full_page=True)
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        for width in (PHONE["width"], 320, 703):
+            page.set_viewport_size({"width": width, "height": 812})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 20, 24)"
         assert dark == (scheme == "dark")
         assert said == []

@@ -264,8 +264,8 @@ function makeLine() {
 
 const showRefusals = lines("refusals", makeLine, ({ when, who, text }, refusal) => {
   clock(when, refusal.s_ago, 1, ago);
-  const block = typeof refusal.block === "number" ? ` · block ${refusal.block}` : "";
-  put(who, `${refusal.worker ?? "–"}${block}`, refusal.worker);
+  const block = typeof refusal.block === "number" ? `block ${refusal.block} · ` : "";
+  put(who, `${block}${refusal.worker ?? "–"}`, refusal.worker); // the name may be long and is clipped
   put(text, refusal.reason);
 });
 
