@@ -1,10 +1,11 @@
 """The coordinator: who may take part, what they are given, what arrives, and the closing of rounds. It knows no network and no wall clock.
 
-Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, and the next version. Two hosts
-use it: the HTTP service (server.py) and the simulator (simulator.py).
+Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, the next
+version. Two hosts use it: the HTTP service (server.py) and the simulator (simulator.py).
 
-An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction first applies what
-other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed anywhere, and several may share a run.
+An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction
+first applies what other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed
+anywhere, and several may share a run.
 
 `tick()` does what is due: ends rounds, writes versions, looks after old files. The host calls it after events and at `wake_at()`.
 """
@@ -28,7 +29,6 @@ from blocktrain.codecs import encoded_size
 from blocktrain.config import RunConfig
 from blocktrain.errors import CheckpointError, ConfigError, ProtocolError
 from blocktrain.swarm import aggregate, crash, identity, store
-from blocktrain.swarm.closing import decide_block
 from blocktrain.swarm.parts import INTERFACE, Layout
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
 from blocktrain.swarm.protocol import (
@@ -138,7 +138,7 @@ def check_config(config: RunConfig) -> None:
 
 
 class Coordinator:
-    """One run's coordinator. `clock` gives seconds that never run backwards; `say` gets sentences for the log; `serving` is False for whoever only looks."""
+    """One run's coordinator. `clock` gives seconds that never run backwards, `say` gets sentences; `serving` is False for whoever only looks."""
 
     def __init__(
         self,
@@ -664,13 +664,11 @@ class Coordinator:
                 self._catch_up(tx)
                 if self._bytes:
                     self._flush_bytes(tx)
-            now, state = self.now(), self.machine.state
+            now = self.now()
             due = {decision.block: decision for decision in self.machine.due(now)}
-            for index in self._again:
-                decision = decide_block(state, state.blocks[index], now) if index not in due else due[index]
-                if decision.action != "wait":
-                    due[index] = decision
-            self._again = set()
+            if self._again:
+                due |= {d.block: d for d in self.machine.decide(now) if d.block in self._again and d.action != "wait"}
+                self._again = set()
         return [due[index] for index in sorted(due)]
 
     def _carry_out(self, decision: Decision) -> int:
