@@ -115,7 +115,7 @@ class PartWriter:
 class Refused(Exception):
     """A request that ends with an answer of the rules, or of the door before them."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Any) -> None:  # an Answer of the rules, or one that is a message already
         super().__init__(answer.reason)
         self.answer = answer
 

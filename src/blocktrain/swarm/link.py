@@ -43,7 +43,8 @@ from blocktrain.swarm.protocol import (
     hello_text,
     join_text,
 )
-from blocktrain.swarm.worker import Told, WorkerStopped
+from blocktrain.swarm.replies import Again, heard
+from blocktrain.swarm.worker import WorkerStopped
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -53,14 +54,6 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 TIMEOUT = httpx2.Timeout(connect=10.0, read=120.0, write=60.0, pool=None)
 FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  # a stalled transfer is broken off and resumed
 DAMAGED = 5  # times that a file may arrive with the wrong digest
-
-
-class _Again(Exception):
-    """A request to repeat, after so many seconds if that is known."""
-
-    def __init__(self, reason: str, after_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
 
 
 class HttpLink:
@@ -102,7 +95,7 @@ class HttpLink:
         try:
             pem = ssl.get_server_certificate((self.line.host, self.line.port), timeout=10)
         except OSError as error:
-            raise _Again(f"cannot connect: {error}") from None
+            raise Again(f"cannot connect: {error}") from None
         self._check_fingerprint(pem)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -216,7 +209,7 @@ class HttpLink:
             after = None
             try:
                 return await once()
-            except _Again as error:
+            except Again as error:
                 reason, after = str(error), error.after_s
             except (httpx2.TransportError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -271,7 +264,7 @@ class HttpLink:
             if response.status_code not in (200, 206):
                 await response.aread()
                 _read(response, Answer)
-                raise _Again(f"{blob.name}: status {response.status_code}")
+                raise Again(f"{blob.name}: status {response.status_code}")
             with open(scratch, "ab" if response.status_code == 206 else "wb") as file:
                 size = have if response.status_code == 206 else 0
                 async for chunk in response.aiter_raw(CHUNK):
@@ -280,10 +273,10 @@ class HttpLink:
                         break
                     await asyncio.to_thread(file.write, chunk)
         if size < blob.size:
-            raise _Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
+            raise Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
         if size > blob.size:
             scratch.unlink()
-            raise _Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
+            raise Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
 
 
 def _sha256(path: Path) -> str:
@@ -292,7 +285,7 @@ def _sha256(path: Path) -> str:
 
 
 def _read(response: httpx2.Response, kind: type[M], *, damaged_is_again: bool = False) -> M:
-    """A message from a reply; raises _Again where it may be repeated, Told where the coordinator says no."""
+    """A message from a reply; raises Again where it may be repeated, Told where the coordinator says no."""
     if response.status_code == 200:
         try:
             return kind.model_validate_json(response.content)
@@ -302,10 +295,6 @@ def _read(response: httpx2.Response, kind: type[M], *, damaged_is_again: bool = 
         answer = Answer.model_validate_json(response.content)
     except ValidationError:
         if response.status_code >= 500 or response.status_code in (408, 425, 429):
-            raise _Again(f"status {response.status_code}") from None
+            raise Again(f"status {response.status_code}") from None
         raise ProtocolError(f"{response.url.path}: status {response.status_code}, not from a BlockTrain coordinator") from None
-    busy = response.status_code >= 500 or response.status_code in (400, 408)
-    too_many = response.status_code == 429 and answer.reason.startswith("more than")
-    if busy or too_many or (damaged_is_again and answer.kind == "resend"):
-        raise _Again(answer.reason, answer.retry_after_s or None)
-    raise Told(answer.kind, answer.reason, answer.retry_after_s)
+    raise heard(response.status_code, answer, damaged_is_again=damaged_is_again)
