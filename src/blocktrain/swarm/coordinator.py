@@ -73,7 +73,8 @@ from blocktrain.swarm.state import (
 from blocktrain.swarm.store import BlobSource, BlobWriter, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
-SNAPSHOT_EVERY = 500  # events of journal
+SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
+FLUSH_S = 1.0  # for so long the ledger's newest bytes may be in memory only
 NOTES_KEPT = 1000
 
 
@@ -158,8 +159,11 @@ class Coordinator:
         self._lock, self._closing = threading.RLock(), threading.Lock()
         self._offset, self.seq = 0.0, 0
         self._bytes: dict[tuple[str, str, str, str], int] = {}
-        self._bytes_lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
+        self._snapshot_seq = 0
+        self._caught_up = False  # nothing has been read from the journal since our own newest event
+        self._sessions: dict[str, Session] = {}  # by the hash of their secret
+        self._secrets: dict[str, str] = {}  # worker -> that hash
         self._again: set[int] = set()  # blocks whose closing did not go through
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
@@ -210,6 +214,7 @@ class Coordinator:
         with self.store.transaction() as tx:
             newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
             self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
+            self._snapshot_seq = self.seq
             self._catch_up(tx)
 
     def _catch_up(self, tx: Transaction) -> None:
@@ -233,22 +238,24 @@ class Coordinator:
                     self._catch_up(tx)
                     event = make(self.now())
                     answer = self.machine.apply(event)
-                    tx.put(store.events, seq=self.seq + 1, event=to_tagged_json(event))
+                    tx.append(self.seq + 1, to_tagged_json(event))
                     also(tx, answer)
-                    self._flush_bytes(tx)
+                    self._flush_bytes(tx, FLUSH_S)
                 self.seq += 1
+                self._caught_up = True
             except BaseException as error:
                 self._reload()
                 if isinstance(error, OSError):
                     self._pause(str(error))
                 raise
             self._resume()
-            if self.seq % SNAPSHOT_EVERY == 0:
+            if self.seq - self._snapshot_seq >= SNAPSHOT_EVERY + len(self.machine.state.assignments) + len(self.machine.state.workers):
                 self._snapshot()
         self.changed()
         return answer
 
     def _snapshot(self) -> None:
+        self._snapshot_seq = self.seq
         try:
             with self.store.transaction() as tx:
                 tx.put(store.snapshots, seq=self.seq, state=to_json(self.machine.state))
@@ -279,15 +286,18 @@ class Coordinator:
     # --- The ledger ---
 
     def count(self, worker: str, part: str, kind: str, direction: str, num_bytes: int) -> None:
-        """Bytes that moved; they reach the database with the next event or tick."""
+        """Bytes that moved; they reach the database with the first event or tick when FLUSH_S have passed since the last did."""
         if num_bytes:
             with self._bytes_lock:
                 place = worker, part, kind, direction
                 self._bytes[place] = self._bytes.get(place, 0) + num_bytes
 
-    def _flush_bytes(self, tx: Transaction) -> None:
+    def _flush_bytes(self, tx: Transaction, every_s: float = 0.0) -> None:
+        now = self.clock()
+        if now < self._flushed_at + every_s and len(self._bytes) < SNAPSHOT_EVERY:
+            return
         with self._bytes_lock:
-            counted, self._bytes = self._bytes, {}
+            counted, self._bytes, self._flushed_at = self._bytes, {}, now
         try:
             tx.add_bytes(counted)
         except BaseException:
@@ -380,7 +390,7 @@ class Coordinator:
         answer = self.record(lambda now: Join(now, worker, request.process, request.capacity, request.takeover), also)
         if answer.refused:
             raise Refused(answer)
-        self._sessions = {secret: held for secret, held in self._sessions.items() if held.worker != worker}
+        self._sessions.pop(self._secrets.pop(worker, ""), None)
         self.log(f"worker {worker} joined, it can hold {request.capacity} block{'s' * (request.capacity != 1)}")
         return JoinReply(worker=worker, session=session, reason=answer.reason, heartbeat_s=self.machine.state.rules.heartbeat_limit_s / 4)
 
@@ -394,6 +404,8 @@ class Coordinator:
             if not rows:
                 raise Refused(Answer("revoked", "session: unknown, or another process of this worker has joined since"))
             found = self._sessions[digest] = Session(rows[0]["worker"], rows[0]["process"])
+            self._sessions.pop(self._secrets.get(found.worker, ""), None)
+            self._secrets[found.worker] = digest
         self._require_right(found.worker)
         return found
 

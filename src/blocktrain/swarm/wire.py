@@ -250,4 +250,3 @@ class SimLink:
     async def _sleep(self, seconds: float) -> None:
         if seconds:
             await asyncio.sleep(seconds)
-
