@@ -160,7 +160,7 @@ class Coordinator:
         self._bytes: dict[tuple[str, str, str, str], int] = {}
         self._bytes_lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
-        self._again: set[int] = set()  # blocks whose closing did not go through
+        self._again = False  # something that is due could not be done
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
         self.problem = ""  # why the run cannot go on just now
@@ -644,18 +644,19 @@ class Coordinator:
         self.changed()
 
     def wake_at(self) -> float | None:
-        """When something may be due with no event before."""
+        """When something may be due with no event before; what could not be done is tried again after a second."""
         return self.now() + 1.0 if self._again else self.machine.wake_at()
 
     def tick(self) -> int:
         """End what rounds are due to end; returns how many new versions that made."""
         made = 0
-        for _ in range(self.layout.blocks + 1):
+        for _ in range(2 * self.layout.blocks):
+            self._again = False
             due = self._due()
-            if not due:
-                break
             for decision in due:
                 made += self._carry_out(decision)
+            if not due or self._again:
+                break
         return made
 
     def _due(self) -> list[Decision]:
@@ -664,12 +665,7 @@ class Coordinator:
                 self._catch_up(tx)
                 if self._bytes:
                     self._flush_bytes(tx)
-            now = self.now()
-            due = {decision.block: decision for decision in self.machine.due(now)}
-            if self._again:
-                due |= {d.block: d for d in self.machine.decide(now) if d.block in self._again and d.action != "wait"}
-                self._again = set()
-        return [due[index] for index in sorted(due)]
+            return self.machine.due(self.now())
 
     def _carry_out(self, decision: Decision) -> int:
         """1 where a new version was made."""
@@ -679,7 +675,7 @@ class Coordinator:
             answer = self.record(decision.event)
             self.log(answer.reason)
         except OSError as error:
-            self._again.add(decision.block)
+            self._again = True
             self._pause(str(error))
         return 0
 
@@ -691,7 +687,7 @@ class Coordinator:
             with self.store.transaction() as tx:
                 rows = {row["key"]: row for row in tx.rows(sa.select(store.updates).where(store.updates.c.key.in_(keys)))}
             if state.blocks[decision.block].version != decision.version or set(rows) != set(keys):
-                self._again.add(decision.block)
+                self._again = True
                 return 0
             manifests = self._next_manifests(decision, rows, interface)
             crash.point("close.before_record")
@@ -706,7 +702,7 @@ class Coordinator:
             )
             crash.point("close.after_record")
             if answer.kind != "ok":
-                self._again.add(decision.block)
+                self._again = True
                 return 0
             self.log(answer.reason)
             self._drop_old(manifests, rows)
