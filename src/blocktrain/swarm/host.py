@@ -160,7 +160,14 @@ class Host:
     def serve(self) -> int:
         """Until the run is finished, or a signal; returns the exit code."""
         with self._tls_files() as files:
-            settings: dict[str, Any] = {"log_level": "error", "access_log": False, "timeout_keep_alive": 75, "lifespan": "off", "http": "httptools"}
+            settings: dict[str, Any] = {
+                "log_level": "error",
+                "access_log": False,
+                "timeout_keep_alive": 75,
+                "timeout_graceful_shutdown": 3,
+                "lifespan": "off",
+                "http": "httptools",
+            }
             server = uvicorn.Server(uvicorn.Config(self.service.app, **settings, **files))
             self.service.start()
             threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True).start()
@@ -276,11 +283,10 @@ class Host:
             self.say(f"evaluation: ended with code {process.returncode}; try `blocktrain evaluate {self.run}`")
             return
         figures = json.loads(text)
+        tokens = figures["bytes_seen"]
         with self.coordinator.store.transaction() as tx:
-            tx.put(store.headlines, tokens=self._evaluating * self.config.tokens_per_step, figures=json.dumps(figures))
-        self.say(
-            f"headline CE {figures['headline_ce']:.4f} nats/byte after {self._evaluating} steps of every block (n-gram {figures['ngram_ce']:.4f})"
-        )
+            tx.put(store.headlines, tokens=tokens, figures=json.dumps(figures))
+        self.say(f"headline CE {figures['headline_ce']:.4f} nats/byte after {tokens:,} bytes a block (n-gram {figures['ngram_ce']:.4f})")
 
     def _end_if_due(self, server: uvicorn.Server) -> None:
         if self.coordinator.finished:
@@ -336,7 +342,7 @@ def keep_text(opened: Store, corpus: Corpus, name: str) -> Text:
     """The training text as a blob, stored once."""
     known = opened.fact("text_blob")
     if known is None:
-        data = memoryview(corpus.train)
+        data = memoryview(corpus.train)  # type: ignore[arg-type]
         pieces = (data[start : start + (1 << 23)] for start in range(0, len(data), 1 << 23))
         blob = opened.blobs.put_stream("text/train", ".txt", pieces)
         known = opened.fact_once("text_blob", json.dumps(vars(blob)))

@@ -1,10 +1,11 @@
 """The coordinator over HTTP.
 
-Every request but hello, status and the page shows a secret: a token to join, a session after that. Before a body is parsed its length is limited, by JSON or
-part; before a session is looked up its address or worker is held to a rate. Bytes are counted as they pass, headers included, and booked on the worker and
-part they belong to. Files are served in ranges to a limited number at a time; who comes later is told its place in line.
+Every request but hello, status and the page shows a secret: a token to join, a session after that. Before a body is parsed its length is
+limited; before a session is looked up its address or worker is held to a rate. Bytes are counted as they pass, headers included, and booked on the
+worker and part they belong to. Files are served in ranges to a limited number at a time; who comes later is told its place in line.
 
-Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; STATUS says which code a kind becomes. (No postponed annotations here: the parameters of handlers are read when they are defined.)
+Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; STATUS says which code a kind becomes.
+(No postponed annotations here: the parameters of handlers are read when they are defined.)
 """
 
 import asyncio

@@ -6,8 +6,8 @@
   GET /static/NAME           the page's own files, and plotly.min.js out of the plotly wheel
 
 Everything comes from one function that returns the status as a dict; the page knows nothing else of the swarm. Names and reasons in it may have been
-chosen by a worker: the template escapes them, the script writes them as text, and the Content-Security-Policy lets in no script, style or request from
-anywhere else.
+chosen by a worker: the template escapes them, the script writes them as text, and the Content-Security-Policy lets in no script or style
+from anywhere else, nor any that is written into the page.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> Response:
         look = await watch.look()
-        return HTMLResponse(template.render(status=look.status or {}, plotly=assets.plotly_version), headers=FRESH)
+        return HTMLResponse(template.render(status=look.status or {}, assets=assets), headers=FRESH)
 
     @app.get("/v1/events", include_in_schema=False)
     async def events() -> Response:
