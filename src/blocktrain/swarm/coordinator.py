@@ -29,6 +29,7 @@ from blocktrain.codecs import encoded_size
 from blocktrain.config import RunConfig
 from blocktrain.errors import CheckpointError, ConfigError, ProtocolError
 from blocktrain.swarm import aggregate, crash, identity, store
+from blocktrain.swarm.leases import Ranges, beyond, without
 from blocktrain.swarm.parts import INTERFACE, Layout
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
 from blocktrain.swarm.protocol import (
@@ -581,6 +582,8 @@ class Coordinator:
                 parts=json.dumps(source.parts),
                 sha256=request.sha256,
                 num_samples=int(samples) if answer.accepted else 0,
+                taken_by=json.dumps([block for block, _ in answer.ages]),
+                steps=json.dumps(self._steps_of(assignment, samples) if answer.accepted else []),
                 norm=max(norms.values(), default=0.0),
                 metrics=json.dumps({**request.metrics.model_dump(), "norms": norms}),
                 kind=answer.kind,
@@ -595,6 +598,10 @@ class Coordinator:
             self.store.blobs.delete(names)
         self.tick_soon()
         return _commit_reply(answer)
+
+    def _steps_of(self, assignment: Assignment, num_samples: float) -> Ranges:
+        """The part of a lease that an update of so many samples was trained on."""
+        return without(assignment.steps, beyond(assignment.steps, -(-int(num_samples) // self.config.train.batch_size)))
 
     def _whole(self, request: CommitRequest, names: Sequence[str]) -> BlobSource | None:
         """The upload as one run of bytes, or None where a part is missing or the digest is another; such parts are dropped."""
@@ -624,7 +631,7 @@ class Coordinator:
                 sa.select(store.updates.c.key).where(same, store.updates.c.kind.in_(["fresh", "late"]), store.updates.c.key != assignment.key)
             )
             others = tx.rows(sa.select(store.updates.c.metrics).where(store.updates.c.key.in_(pending))) if pending else []
-        if copies:
+        if copies and any(norms.values()):  # whoever's rate is 0 moves nothing, and honestly so
             return norms, f"its bytes are those of update {copies[0]['key']}: copied or replayed"
         rule = NormRule(self.config.outer.norm_limit, self.config.outer.norm_beyond)
         return norms, aggregate.norm_fault(norms, [json.loads(row["metrics"])["norms"] for row in others], rule)

@@ -61,6 +61,8 @@ updates = sa.Table(
     sa.Column("parts", _text, nullable=False),  # JSON list of blob names, in order
     sa.Column("sha256", _text, nullable=False, index=True),
     sa.Column("num_samples", _big, nullable=False),
+    sa.Column("taken_by", _text, nullable=False),  # JSON list of the blocks that count it
+    sa.Column("steps", _text, nullable=False),  # JSON list of ranges: of its lease, those it was trained on
     sa.Column("norm", sa.Float, nullable=False),
     sa.Column("metrics", _text, nullable=False),  # JSON
     sa.Column("kind", _text, nullable=False),  # of the answer
