@@ -192,7 +192,7 @@ class EvaluateConfig(Section):
 
 
 class RoundConfig(Section):
-    """Rounds of many workers (docs/rounds.md); on one machine they have no effect. May be changed in a live run: a block takes them up with its next round."""
+    """Rounds of many workers (docs/rounds.md); no effect on one machine. A live run takes changes up, each block with its next round."""
 
     deadline: Literal["fixed", "recent"] = Field(default="recent", description="deadline_s always, or from a block's recent arrivals: median + k MAD")
     deadline_s: float = Field(

@@ -1,10 +1,11 @@
 """The coordinator: who may take part, what they are given, what arrives, and the closing of rounds. It knows no network and no wall clock.
 
-Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, and the next version. Two hosts
-use it: the HTTP service (server.py) and the simulator (simulator.py).
+Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, the next
+version. Two hosts use it: the HTTP service (server.py) and the simulator (simulator.py).
 
-An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction first applies what
-other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed anywhere, and several may share a run.
+An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction
+first applies what other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed
+anywhere, and several may share a run.
 
 `tick()` does what is due: ends rounds, writes versions, looks after old files. The host calls it after events and at `wake_at()`.
 """
@@ -28,7 +29,6 @@ from blocktrain.codecs import encoded_size
 from blocktrain.config import RunConfig
 from blocktrain.errors import CheckpointError, ConfigError, ProtocolError
 from blocktrain.swarm import aggregate, crash, identity, store
-from blocktrain.swarm.closing import decide_block
 from blocktrain.swarm.parts import INTERFACE, Layout
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
 from blocktrain.swarm.protocol import (
@@ -139,7 +139,7 @@ def check_config(config: RunConfig) -> None:
 
 
 class Coordinator:
-    """One run's coordinator. `clock` gives seconds that never run backwards; `say` gets sentences for the log; `serving` is False for whoever only looks."""
+    """One run's coordinator. `clock` gives seconds that never run backwards, `say` gets sentences; `serving` is False for whoever only looks."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Coordinator:
         self._bytes_lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._busy: set[str] = set()  # keys of uploads of which a request is being answered
-        self._again: set[int] = set()  # blocks whose closing did not go through
+        self._again = False  # something that is due could not be done
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
         self.problem = ""  # why the run cannot go on just now
@@ -520,7 +520,7 @@ class Coordinator:
 
     @contextmanager
     def _alone_with(self, key: str) -> Iterator[None]:
-        """Nothing else touches the parts of this upload meanwhile: what the gate has seen is what will be averaged. Raises Refused where something does."""
+        """Nothing else touches the parts of this upload, so what the gate has seen is what will be averaged. Raises Refused where it is busy."""
         with self._lock:
             if key in self._busy:
                 raise Refused(Answer("wait", f"assignment {key}: another request about its upload is being answered", key, 1.0))
@@ -562,7 +562,10 @@ class Coordinator:
         return min(self.part_bytes, size - index * self.part_bytes)
 
     def open_part(self, key: str, sha256: str, index: int) -> PartWriter:
-        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update. Parts of another update under this key are dropped."""
+        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update.
+
+        Parts of another update under this key are dropped.
+        """
         self._require_room(self.part_bytes)
         with self._alone_with(key):
             self._require_open(key)
@@ -694,18 +697,19 @@ class Coordinator:
         self.changed()
 
     def wake_at(self) -> float | None:
-        """When something may be due with no event before."""
+        """When something may be due with no event before; what could not be done is tried again after a second."""
         return self.now() + 1.0 if self._again else self.machine.wake_at()
 
     def tick(self) -> int:
         """End what rounds are due to end; returns how many new versions that made."""
         made = 0
-        for _ in range(self.layout.blocks + 1):
+        for _ in range(2 * self.layout.blocks):
+            self._again = False
             due = self._due()
-            if not due:
-                break
             for decision in due:
                 made += self._carry_out(decision)
+            if not due or self._again:
+                break
         if self.clock() - self._swept_at > SWEEP_S:
             self._sweep_uploads()
         return made
@@ -716,14 +720,7 @@ class Coordinator:
                 self._catch_up(tx)
                 if self._bytes:
                     self._flush_bytes(tx)
-            now, state = self.now(), self.machine.state
-            due = {decision.block: decision for decision in self.machine.due(now)}
-            for index in self._again:
-                decision = decide_block(state, state.blocks[index], now) if index not in due else due[index]
-                if decision.action != "wait":
-                    due[index] = decision
-            self._again = set()
-        return [due[index] for index in sorted(due)]
+            return self.machine.due(self.now())
 
     def _carry_out(self, decision: Decision) -> int:
         """1 where a new version was made."""
@@ -733,7 +730,7 @@ class Coordinator:
             answer = self.record(decision.event)
             self.log(answer.reason)
         except OSError as error:
-            self._again.add(decision.block)
+            self._again = True
             self._pause(str(error))
         return 0
 
@@ -745,7 +742,7 @@ class Coordinator:
             with self.store.transaction() as tx:
                 rows = {row["key"]: row for row in tx.rows(sa.select(store.updates).where(store.updates.c.key.in_(keys)))}
             if state.blocks[decision.block].version != decision.version or set(rows) != set(keys):
-                self._again.add(decision.block)
+                self._again = True
                 return 0
             manifests = self._next_manifests(decision, rows, interface)
             crash.point("close.before_record")
@@ -760,7 +757,7 @@ class Coordinator:
             )
             crash.point("close.after_record")
             if answer.kind != "ok":
-                self._again.add(decision.block)
+                self._again = True
                 return 0
             self.log(answer.reason)
             self._drop_old(manifests, rows)
@@ -812,7 +809,7 @@ class Coordinator:
         blocks = json.loads(row["blocks"])
         source = BlobSource(self.store.blobs, [(name, size) for name, size in json.loads(row["parts"])])
         if self._digest(source) != row["sha256"]:
-            self._refused(row["worker"], blocks[0], f"update {row['key']} was accepted, but its file has been lost or damaged since; it is left out")
+            self.log(f"block {blocks[0]}: the file of update {row['key']} by worker {row['worker']} has been lost or damaged; it is left out")
             return None
         norms = json.loads(row["metrics"])["norms"]
         return aggregate.Arrived(row["key"], blocks[0], blocks[-1] + 1, source, row["sha256"], norms)

@@ -277,11 +277,10 @@ class Host:
             self.say(f"evaluation: ended with code {process.returncode}; try `blocktrain evaluate {self.run}`")
             return
         figures = json.loads(text)
+        tokens = figures["bytes_seen"]
         with self.coordinator.store.transaction() as tx:
-            tx.put(store.headlines, tokens=self._evaluating * self.config.tokens_per_step, figures=json.dumps(figures))
-        self.say(
-            f"headline CE {figures['headline_ce']:.4f} nats/byte after {self._evaluating} steps of every block (n-gram {figures['ngram_ce']:.4f})"
-        )
+            tx.put(store.headlines, tokens=tokens, figures=json.dumps(figures))
+        self.say(f"headline CE {figures['headline_ce']:.4f} nats/byte after {tokens:,} bytes a block (n-gram {figures['ngram_ce']:.4f})")
 
     def _end_if_due(self, server: uvicorn.Server) -> None:
         if self.coordinator.finished:
@@ -337,7 +336,7 @@ def keep_text(opened: Store, corpus: Corpus, name: str) -> Text:
     """The training text as a blob, stored once."""
     known = opened.fact("text_blob")
     if known is None:
-        data = memoryview(corpus.train)
+        data = memoryview(corpus.train)  # type: ignore[arg-type]
         pieces = (data[start : start + (1 << 23)] for start in range(0, len(data), 1 << 23))
         blob = opened.blobs.put_stream("text/train", ".txt", pieces)
         known = opened.fact_once("text_blob", json.dumps(vars(blob)))

@@ -1,8 +1,8 @@
 """A worker's way to its coordinator over HTTP: outbound connections only, every request repeated until it is through or a stated limit has passed.
 
-Lost connections, timeouts, a coordinator that restarts or has a full disk, a place in line: all are waited for, with growing pauses, for up to `patience_s`. Repeats
-are safe, since every request has a key that the coordinator knows again. Files are resumed by range from where they broke off, and not believed
-before their sha256 is right.
+Lost connections, timeouts, a coordinator that restarts or has a full disk, a place in line: all are waited for, with growing pauses, for up
+to `patience_s`. Repeats are safe, since every request has a key that the coordinator knows again. Files are resumed by range from where they broke
+off, and not believed before their sha256 is right.
 """
 
 from __future__ import annotations

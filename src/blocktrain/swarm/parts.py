@@ -1,7 +1,7 @@
 """The parts of a model that are versioned and travel: the shared interface and each block, with their tensors' shapes and first values.
 
-Only what learns is sent in an update. Which tensors learn follows from the objective (a run without a noisy target never moves the noise embedding): it
-is found by one backward pass through a stack of the same structure and the smallest width.
+Only what learns is sent in an update. Which tensors learn follows from the objective (a run without a noisy target never moves the noise
+embedding): it is found by one backward pass through a stack of the same structure and the smallest width.
 """
 
 from __future__ import annotations

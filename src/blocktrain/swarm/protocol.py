@@ -1,7 +1,7 @@
 """Messages between coordinator and workers: JSON with strict schemas, and the one line by which a worker joins.
 
-docs/protocol.md says the same in prose. Every message refuses fields it does not know; numbers are not made from strings. Names of parts: `interface`,
-`block-000`, `block-001`, ...; tensors in an update are named PART/TENSOR.
+docs/protocol.md says the same in prose. Every message refuses fields it does not know; numbers are not made from strings. Names of parts:
+`interface`, `block-000`, `block-001`, ...; tensors in an update are named PART/TENSOR.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from blocktrain.errors import ConfigError
 
 PROTOCOL = 1
-Kind = Literal[
-    *("ok", "assigned", "wait", "finished", "fresh", "late", "unknown", "conflict", "forbidden"),
-    *("revoked", "suspended", "unfit", "invalid", "too_old", "returned", "resend"),
-]
+Kind = (
+    Literal["ok", "assigned", "wait", "finished", "fresh", "late", "unknown", "conflict", "forbidden", "revoked", "suspended", "unfit", "invalid"]
+    | (Literal["too_old", "returned", "resend"])
+)
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Hex = Annotated[str, Field(min_length=8, max_length=128, pattern=r"^[0-9a-f]+$")]
 Key = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[0-9]+$")]

@@ -1,10 +1,11 @@
 """The coordinator over HTTP.
 
-Every request but hello, status and the page shows a secret: a token to join, a session after that. Before a body is parsed its length is limited, by JSON or
-part; before a session is looked up its address or worker is held to a rate. Bytes are counted as they pass, headers included, and booked on the worker and
-part they belong to. Files are served in ranges to a limited number at a time; who comes later is told its place in line.
+Every request but hello, status and the page shows a secret: a token to join, a session after that. Before a body is parsed its length is
+limited; before a session is looked up its address or worker is held to a rate. Bytes are counted as they pass, headers included, and booked on the
+worker and part they belong to. Files are served in ranges to a limited number at a time; who comes later is told its place in line.
 
-Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; STATUS says which code a kind becomes. (No postponed annotations here: the parameters of handlers are read when they are defined.)
+Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; STATUS says which code a kind becomes.
+(No postponed annotations here: the parameters of handlers are read when they are defined.)
 """
 
 import asyncio
@@ -95,8 +96,8 @@ class Door:
 class Passage:
     """One request on its way in and its answer on the way out.
 
-    A body must come without a stall of STALL_S, and after that time at SLOWEST bytes a second on average. An answer that is given before the body was heard to
-    its end closes the connection, unless what is left is known to be short: otherwise it would be read for as long as its sender likes.
+    A body must come without a stall of STALL_S, and after that time at SLOWEST bytes a second on average. An answer that is given before the
+    body was heard to its end closes the connection, unless what is left is known to be short: else it would be read for as long as its sender likes.
     """
 
     def __init__(self, scope: Any, receive: Any, send: Any, limit: int) -> None:
@@ -174,7 +175,10 @@ class Line:
 
 
 class InLine(Response):
-    """A file for whoever has a place, its place in line for whoever has none. The place is taken when the answer begins and given back however it ends."""
+    """A file for whoever has a place, the place in line for whoever has none.
+
+    A place is taken when the answer begins and given back however it ends.
+    """
 
     def __init__(self, line: Line, who: str, has_place: Callable[[], Response]) -> None:
         super().__init__()

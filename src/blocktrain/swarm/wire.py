@@ -1,8 +1,8 @@
 """What the server below the application must not put up with: connections on which nothing comes, heads without end, readers who stopped reading.
 
-uvicorn knows patience only between two requests. `PatientProtocol` adds it within one: a head (request line and headers) has to be whole after HEAD_S, what
-is neither body nor the end of something may be HEAD_BYTES long (heads, trailers, extensions of chunks), and the rest of a body that was answered
-early has REST_S to pass. Bodies themselves are the application's (server.py), which knows who sends them.
+uvicorn has limits only between two requests. `PatientProtocol` adds them within one: a head (request line and headers) has to be whole after HEAD_S,
+what is neither body nor the end of something may be HEAD_BYTES long (heads, trailers, extensions of chunks), and the rest of a body that was
+answered early has REST_S to pass. Bodies themselves are the application's (server.py), which knows who sends them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def serving(*, connections: int | None = None) -> dict[str, Any]:
         "server_header": False,
         "date_header": False,
         "timeout_keep_alive": 75,
-        "timeout_graceful_shutdown": 5,
+        "timeout_graceful_shutdown": 3,
         "limit_concurrency": connections or _most_connections(),
     }
 
