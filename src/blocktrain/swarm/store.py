@@ -187,7 +187,7 @@ class Blobs:
         """Of a blob, None where there is none."""
         try:
             return int(obstore.head(self.store, name)["size"])
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: nothing can have that name
             return None
 
     def read(self, name: str, start: int, stop: int) -> bytes:
