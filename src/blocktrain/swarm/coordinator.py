@@ -227,6 +227,11 @@ class Coordinator:
             self.seq = seq
         self._offset = max(self._offset, self.machine.state.now - self.clock())
 
+    def _look(self) -> None:
+        """Read what other processes have appended."""
+        with self._lock, self.store.transaction() as tx:
+            self._catch_up(tx)
+
     def now(self) -> float:
         """Seconds on the run's own clock: it goes on where the last process left it."""
         return self.clock() + self._offset
@@ -547,6 +552,9 @@ class Coordinator:
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
         assignment = self.machine.state.assignments.get(key)
+        if assignment is None or (assignment.answer is None and assignment.upload is None):
+            self._look()  # another coordinator may know more
+            assignment = self.machine.state.assignments.get(key)
         if assignment is None:
             raise Refused(Answer("unknown", f"assignment {key} is not known, or was settled long ago", key))
         if assignment.worker != who.worker:
@@ -592,6 +600,9 @@ class Coordinator:
     def _require_open(self, key: str) -> None:
         """Raises Refused where an assignment has its answer."""
         assignment = self.machine.state.assignments.get(key)
+        if assignment is None or (assignment.answer is None and assignment.upload is None):
+            self._look()  # another coordinator may know more
+            assignment = self.machine.state.assignments.get(key)
         if assignment is None:
             raise Refused(Answer("unknown", f"assignment {key} is not known, or was settled long ago", key))
         if assignment.answer is not None:
