@@ -793,27 +793,19 @@ class Coordinator:
         part, outer = part_of(decision.block), self.config.outer
         arrived = {key: there for key, row in rows.items() if (there := self._arrived(row))}
         shares = [share for share in decision.shares if share.key in arrived]
-        rule = NormRule(outer.norm_limit, outer.norm_beyond)
-        found = aggregate.contributions(part, self.layout, shares, arrived, rule)
-        base = self.manifest(part, decision.version)
         crash.point("close.before_write")
-        outer_rule = OuterRule(outer.optimizer, outer.lr, outer.momentum)
-        step = aggregate.Step(self.store.blobs, self.layout, part, base, found, outer_rule, decision.fresh, outer.down_codec)
-        manifests = [aggregate.next_version(step) | self._story(decision, rows)]
+
+        def step(part: str, before: dict[str, Any], rule: OuterRule) -> dict[str, Any]:
+            norms = NormRule(outer.norm_limit, outer.norm_beyond)
+            found = aggregate.contributions(part, decision.block, self.layout, shares, arrived, norms)
+            blobs, fresh = self.store.blobs, decision.fresh
+            return aggregate.next_version(aggregate.Step(blobs, self.layout, part, decision.block, before, found, rule, fresh, outer.down_codec))
+
+        moved = step(part, self.manifest(part, decision.version), OuterRule(outer.optimizer, outer.lr, outer.momentum))
+        manifests = [moved | self._story(decision, rows)]
         crash.point("close.after_block")
         if interface >= 0:
-            shared = aggregate.contributions(INTERFACE, self.layout, shares, arrived, rule)
-            step = aggregate.Step(
-                self.store.blobs,
-                self.layout,
-                INTERFACE,
-                self.manifest(INTERFACE, interface),
-                shared,
-                aggregate.interface_rule(self.layout),
-                decision.fresh,
-                outer.down_codec,
-            )
-            manifests.append(aggregate.next_version(step) | {"block": decision.block})
+            manifests.append(step(INTERFACE, self.manifest(INTERFACE, interface), OuterRule()) | {"block": decision.block})
             crash.point("close.after_interface")
         return manifests
 
@@ -826,7 +818,15 @@ class Coordinator:
         block = self.machine.state.blocks[decision.block]
         tokens = block.tokens + sum(u.tokens for u in block.pending if u.key in rows)
         share = decision.reported / decision.assigned if decision.assigned else None
-        return {"shares": shares, "reason": decision.reason, "ce": ce, "tokens": tokens, "fresh": decision.fresh, "participation": share}
+        return {
+            "block": decision.block,
+            "shares": shares,
+            "reason": decision.reason,
+            "ce": ce,
+            "tokens": tokens,
+            "fresh": decision.fresh,
+            "participation": share,
+        }
 
     def _arrived(self, row: Mapping[str, Any]) -> aggregate.Arrived | None:
         """An update as it was accepted; None, with a word in the log, where its bytes have been lost or damaged since."""
