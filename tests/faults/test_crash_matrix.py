@@ -21,10 +21,15 @@ from blocktrain.swarm.replay import replay
 from blocktrain.training.checkpoint import load_run
 from tests.conftest import write_text
 from tests.faults.conftest import MATRIX
-from tests.faults.swarm import ALONE, TOGETHER, Process, Swarm
+from tests.faults.swarm import ALONE, TOGETHER, Swarm
 
 AT_ONCE = 3  # cells side by side
-FIRST = ("join.before_record", "snapshot.before_delete", "worker.in_fetch", "close.after_interface")  # killed when first reached, the others at the third time
+FIRST = (
+    "join.before_record",
+    "snapshot.before_delete",
+    "worker.in_fetch",
+    "close.after_interface",
+)  # killed when first reached, the others at the third time
 FEW_EVENTS = "import blocktrain.swarm.coordinator as c\nc.SNAPSHOT_EVERY = 12"  # so that a short run has snapshots
 COMMON = (
     *("begin.after_record", "commit.after_record", "close.after_block", "close.after_interface", "close.before_record", "close.after_record"),
@@ -115,8 +120,8 @@ def outcomes(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytes
 def unbroken(outcomes: object, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Digests of the run that nobody killed."""
     with Swarm(tmp_path_factory.mktemp("unbroken"), text) as swarm:
-        coordinator: Process = swarm.coordinator()
-        swarm.finish(coordinator, swarm.worker())
+        coordinator = swarm.coordinator(fresh=True)
+        swarm.finish(coordinator, swarm.worker(fresh=True))
         assert replayed(swarm) == ""
         return swarm.digests()
 
