@@ -1,8 +1,8 @@
 """Everything that a run has become, worked out once more: its versions from version 0 and the accepted updates, and its books from both.
 
-`replay` makes every version of every part anew, in the order in which rounds were closed, and compares each file with the manifest's digest. `audit` asks whether each
-accepted update is counted exactly once in each block that took it (or still waits), whether no step of a block was counted twice, and whether the tokens are
-the sum of what was counted. Needs limits.keep_updates = true from the start of the run.
+`replay` makes every version of every part anew, in the order in which rounds were closed, and compares each file with the manifest's digest. `audit` asks
+whether each accepted update is counted exactly once in each block that took it (or still waits), whether no step of a block was counted twice, and whether
+the tokens are the sum of what was counted. Needs limits.keep_updates = true from the start of the run.
 
     python -m blocktrain.swarm.replay RUN      one line per part; exit code 1 where something differs
 """
