@@ -236,7 +236,8 @@ class Worker:
         except DivergedError as error:
             self.engine.settled(work, False)
             self.diverged += 1
-            await self.link.give_back(work.key, str(error)[:200])
+            with contextlib.suppress(Told):  # its time may have passed
+                await self.link.give_back(work.key, str(error)[:200])
             if self.diverged >= DIVERGED:
                 raise
             self.say(f"{blocks}: {error}")
