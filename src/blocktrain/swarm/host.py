@@ -41,6 +41,7 @@ from blocktrain.swarm.protocol import BlobRef, JoinLine, parse_join_line
 from blocktrain.swarm.server import Service
 from blocktrain.swarm.status import status
 from blocktrain.swarm.store import Store, open_store
+from blocktrain.swarm.wire import mind_the_silent, serving
 from blocktrain.training.data import Corpus, load_corpus
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -113,6 +114,7 @@ class Host:
         try:
             if os.name != "nt":
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            mind_the_silent(bound)
             bound.bind((self.host, self.port))
             bound.listen(512)
         except OSError as error:
@@ -160,15 +162,7 @@ class Host:
     def serve(self) -> int:
         """Until the run is finished, or a signal; returns the exit code."""
         with self._tls_files() as files:
-            settings: dict[str, Any] = {
-                "log_level": "error",
-                "access_log": False,
-                "timeout_keep_alive": 75,
-                "timeout_graceful_shutdown": 3,
-                "lifespan": "off",
-                "http": "httptools",
-            }
-            server = uvicorn.Server(uvicorn.Config(self.service.app, **settings, **files))
+            server = uvicorn.Server(uvicorn.Config(self.service.app, **serving(), **files))
             self.service.start()
             threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True).start()
             previous = {number: signal.signal(number, lambda *_: self._stop(server, 0)) for number in (signal.SIGINT, signal.SIGTERM)}

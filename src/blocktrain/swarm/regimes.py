@@ -1,7 +1,7 @@
 """Three kinds of swarm, as distributions of machines, lines and absences, and the deadline that goes with each.
 
-Nothing here says how many updates arrive in time. That follows from the rules, from what the machines and lines do, and from the deadline; the figures were
-tuned so that what follows is near 100 %, 90 % and 42 % (docs/experiments.md).
+Nothing here says how many updates arrive in time. That follows from the rules, from what the machines and lines do, and from the deadline; the
+figures were tuned so that what follows is near 100 %, 90 % and 42 % (docs/experiments.md).
 
 Times are virtual seconds. The median machine takes WORK_S for the steps of a full lease, whatever the run's steps are, so one regime fits every
 run. Lines are told in seconds that a block takes on the median one.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from blocktrain.swarm.wire import Wire
+from blocktrain.swarm.simlink import Wire
 
 WORK_S = 60.0  # in which the median machine trains a full lease
 

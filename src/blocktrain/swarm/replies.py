@@ -1,4 +1,4 @@
-"""What is said to a request that is not granted: one table for the service (server.py), the link over HTTP (link.py) and the simulated one (wire.py).
+"""What is said to a request that is not granted: one table for the service (server.py) and for both links (link.py, simlink.py).
 
 Exceptions of the coordinator become a status and an Answer; a status and an Answer become what the worker's link raises: Again where the request
 may be repeated as it is, Told where the coordinator says no.

@@ -1,7 +1,7 @@
 """A whole run in one process and in virtual time: the real coordinator, the real workers, and between them a network that is made up.
 
-The same rules, aggregation, gate and worker code as in a real run decide everything; what is simulated is time, lines, machines and absences (regimes.py).
-With real training the run folder that comes out is like any other; stand-ins for models let thousands of workers take part.
+The same rules, aggregation, gate and worker code as in a real run decide everything; what is simulated is time, lines, machines and absences
+(regimes.py). With real training the run folder that comes out is like any other; stand-ins for models let thousands of workers take part.
 
 One seed decides everything: keys and names of the workers, machines, lines, delays and absences, and with the run's own seed weights and batches.
 """
@@ -34,10 +34,10 @@ from blocktrain.swarm.identity import WorkerKey
 from blocktrain.swarm.parts import INTERFACE, Layout, layout_of
 from blocktrain.swarm.protocol import BlobRef, part_of
 from blocktrain.swarm.regimes import WORK_S, Machine, Regime
+from blocktrain.swarm.simlink import Bell, SimLink
 from blocktrain.swarm.stand_in import Pace, PacedEngine, StandInEngine, stand_in_layout
 from blocktrain.swarm.state import Decision
 from blocktrain.swarm.store import Store, memory_store
-from blocktrain.swarm.wire import Bell, SimLink
 from blocktrain.swarm.worker import Engine, Worker, WorkerStopped
 from blocktrain.training.data import Corpus
 
@@ -113,7 +113,7 @@ class Outcome:
 
 
 class BoundedCoordinator(Coordinator):
-    """Makes no more than `rounds` versions of a block, so that runs can be compared at equal rounds; its last round is then left open and takes nobody."""
+    """Makes no more than `rounds` versions of a block, so that runs can be compared at equal rounds: the round after is left open and takes nobody."""
 
     rounds: int | None = None
     decided: Callable[[Decision], None] = staticmethod(lambda _: None)
@@ -190,9 +190,9 @@ class Simulation:
         return self._outcome(keep(self.coordinator), began)
 
     def _open(self) -> BoundedCoordinator:
-        text = self.corpus.train if self.corpus else b"stand-in"
+        text = memoryview(self.corpus.train if self.corpus else b"stand-in")  # type: ignore[arg-type]
         digest = self.corpus.train_digest if self.corpus else hashlib.sha256(b"stand-in").hexdigest()
-        blob = self.store.blobs.put_stream("text/train", ".txt", [memoryview(text)])
+        blob = self.store.blobs.put_stream("text/train", ".txt", [text])
         self.store.fact_once("run_id", f"{fold(self.plan.seed, 'run'):016x}"[:12])
         loop = asyncio.get_running_loop()
         coordinator = BoundedCoordinator(

@@ -40,7 +40,7 @@ class Pace:
     dice: random.Random = dataclasses.field(default_factory=random.Random)
 
     async def steps(self, work: Work, seconds: float, stopped: Callable[[], bool]) -> int:
-        """Live through the time of an assignment; returns how many steps were possible in it. Like any worker it foresees its steps, not its hold-ups."""
+        """Live through the time of an assignment; returns how many steps were possible. As anywhere, steps can be foreseen and hold-ups cannot."""
         leased = sum(stop - first for first, stop in work.steps)
         done = 0 if stopped() else max(0, min(leased, math.floor(seconds / self.seconds_per_step + 1e-9)))
         held_up = self.dice.expovariate(1 / self.hold_up_s) if done and self.dice.random() < self.hold_ups else 0.0

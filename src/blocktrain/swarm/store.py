@@ -30,8 +30,8 @@ from typing import Any
 import obstore
 import sqlalchemy as sa
 from obstore.store import LocalStore, MemoryStore, from_url
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy import event, exc, pool
+from sqlalchemy.dialects import postgresql, sqlite
 
 from blocktrain.errors import CheckpointError
 
@@ -63,6 +63,8 @@ updates = sa.Table(
     sa.Column("parts", _text, nullable=False),  # JSON list of blob names, in order
     sa.Column("sha256", _text, nullable=False, index=True),
     sa.Column("num_samples", _big, nullable=False),
+    sa.Column("taken_by", _text, nullable=False),  # JSON list of the blocks that count it
+    sa.Column("steps", _text, nullable=False),  # JSON list of ranges: of its lease, those it was trained on
     sa.Column("norm", sa.Float, nullable=False),
     sa.Column("metrics", _text, nullable=False),  # JSON
     sa.Column("kind", _text, nullable=False),  # of the answer
@@ -212,7 +214,7 @@ class Blobs:
         """Of a blob, None where there is none."""
         try:
             return int(obstore.head(self.store, name)["size"])
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: nothing can have that name
             return None
 
     def read(self, name: str, start: int, stop: int) -> bytes:
