@@ -86,7 +86,8 @@ class Host:
             raise ConfigError(
                 f"{self.run}: was trained on one machine (it has checkpoints and no swarm folder); use a new run folder for many workers"
             )
-        self.socket = self._bind()
+        self.socket = bind(self.host, self.port)
+        self.port = self.socket.getsockname()[1]
         corpus = self._corpus()
         self.run.mkdir(parents=True, exist_ok=True)
         opened = open_store(self.run / "swarm")
@@ -106,22 +107,6 @@ class Host:
     def _corpus(self) -> Corpus:
         data = self.config.data
         return load_corpus(data.corpus, heldout=data.heldout, heldout_fraction=data.heldout_fraction)
-
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if os.name != "nt":
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((self.host, self.port))
-            bound.listen(512)
-        except OSError as error:
-            bound.close()
-            raise ConfigError(
-                f"--listen {self.host}:{self.port}: {error.strerror}; is another coordinator running? Port 0 takes a free one"
-            ) from None
-        self.port = bound.getsockname()[1]
-        return bound
 
     def _join_line(self, fingerprint: str) -> JoinLine:
         path = self.run / "swarm" / "join-line"
@@ -160,8 +145,8 @@ class Host:
     def serve(self) -> int:
         """Until the run is finished, or a signal; returns the exit code."""
         with self._tls_files() as files:
-            settings: dict[str, Any] = {"log_level": "error", "access_log": False, "timeout_keep_alive": 75, "lifespan": "off", "http": "httptools"}
-            server = uvicorn.Server(uvicorn.Config(self.service.app, **settings, **files))
+            steady_memory()
+            server = make_server(self.service.app, **files)
             self.service.start()
             threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True).start()
             previous = {number: signal.signal(number, lambda *_: self._stop(server, 0)) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -294,6 +279,30 @@ class Host:
             if alone_s >= self.alone_min * 60:
                 self.say(f"no workers for {alone_s / 60:.1f} min: ends with exit code 1 (--alone-min {self.alone_min:g})")
                 self._stop(server, 1)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Its protocol is named, or asyncio leaves Nagle's algorithm on and each reply waits 40 ms for an acknowledgement."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name != "nt":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(512)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--listen {host}:{port}: {error.strerror}; is another coordinator running? Port 0 takes a free one") from None
+    return bound
+
+
+def make_server(app: Any, **files: Any) -> uvicorn.Server:
+    """The HTTP server of a coordinator."""
+    settings: dict[str, Any] = {"log_level": "error", "access_log": False, "timeout_keep_alive": 75, "lifespan": "off", "http": "httptools"}
+    return uvicorn.Server(uvicorn.Config(app, **settings, **files))
+
+
+def steady_memory() -> None:
+    """Have this process give back what it freed, so that it stays as small as what it holds. Does nothing where the C library is not glibc."""
 
 
 async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:

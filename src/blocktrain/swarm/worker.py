@@ -230,11 +230,7 @@ class Worker:
         request = BeginRequest(key=work.key, size=trained.source.size, sha256=trained.sha256)
         for _ in range(RESENDS):
             reply = await self.link.begin(request)
-            for index, start in enumerate(range(0, trained.source.size, reply.part_bytes)):
-                if index not in reply.received:
-                    stop = min(trained.source.size, start + reply.part_bytes)
-                    await self.link.put_part(work.key, trained.sha256, index, trained.source, start, stop)
-                    crash.point("worker.after_part")
+            await send_parts(self.link, work.key, trained.source, trained.sha256, reply)
             crash.point("worker.before_commit")
             try:
                 done = await self.link.commit(
@@ -259,6 +255,14 @@ class Worker:
         self.say(
             f"block {work.first}{f'-{work.stop - 1}' * (work.stop - work.first > 1)}: {done.reason}{ce}{speed}, {trained.source.size:,} bytes up"
         )
+
+
+async def send_parts(link: Link, key: str, source: Source, sha256: str, reply: BeginReply) -> None:
+    """The parts that the coordinator lacks, in order."""
+    for index, start in enumerate(range(0, source.size, reply.part_bytes)):
+        if index not in reply.received:
+            await link.put_part(key, sha256, index, source, start, min(source.size, start + reply.part_bytes))
+            crash.point("worker.after_part")
 
 
 def _version(work: Work, block: int) -> int:
