@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -46,6 +47,7 @@ from blocktrain.training.data import Corpus, load_corpus
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
+MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 1 << 20), (-1, 1 << 24), (-8, 2)  # glibc's malloc.h: option, value
 LINGER_S = 5.0  # after the end of a run, for workers to hear of it
 
 
@@ -303,6 +305,12 @@ def make_server(app: Any, **files: Any) -> uvicorn.Server:
 
 def steady_memory() -> None:
     """Have this process give back what it freed, so that it stays as small as what it holds. Does nothing where the C library is not glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for option, value in (MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX):
+        mallopt(option, value)
 
 
 async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import limits as rate
@@ -26,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.swarm.coordinator import Coordinator, Refused, Session
+from blocktrain.swarm.coordinator import Coordinator, PartWriter, Refused, Session
 from blocktrain.swarm.dashboard import add_page
 from blocktrain.swarm.protocol import (
     Answer,
@@ -54,6 +55,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 BLOB = re.compile(r"(versions|text)/[A-Za-z0-9._/-]{1,200}")
 CHUNK = 1 << 20
+PIECES = 1 << 19  # bytes of a part that are written at once
+DISK_THREADS = 4  # that write parts
+GATES = 2  # updates that are inspected at once: each takes a few tensors' memory
 PART_STALL_S = 60.0  # without a byte of a part
 LINE_S = 15.0  # a place in line is kept for so long without a request
 ASK_WAIT_S = 5.0  # an ask that finds nothing waits so long for a round to end
@@ -130,7 +134,7 @@ class Line:
         self.inside -= 1
 
 
-def _bearer(request: Request) -> str:
+async def _bearer(request: Request) -> str:
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret or len(secret) > 200:
         raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
@@ -144,6 +148,8 @@ class Service:
         self.coordinator = coordinator
         self.extra_status = extra_status
         self.line = Line(coordinator.config.limits.parallel_transfers)
+        self.disk = ThreadPoolExecutor(DISK_THREADS, "disk")
+        self.gates = asyncio.Semaphore(GATES)
         self.window = rate.strategies.MovingWindowRateLimiter(rate.storage.MemoryStorage())
         self._due, self._stopping = threading.Event(), False
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -161,6 +167,7 @@ class Service:
         self._stopping = True
         self._due.set()
         self.thread.join(timeout=60)
+        self.disk.shutdown()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -280,9 +287,10 @@ class Service:
             return reply
 
         @app.post("/v1/commit")
-        def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
+        async def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
             """An update is here whole."""
-            reply = coordinator.commit(session, body)
+            async with self.gates:
+                reply = await run_in_threadpool(coordinator.commit, session, body)
             if STATUS[reply.kind] != 200:
                 raise Refused(reply)  # type: ignore[arg-type]
             return reply
@@ -334,24 +342,35 @@ class Service:
             reset = self.window.get_window_stats(item, who).reset_time - time.time()
             raise Refused(Answer(kind="suspended", reason=f"more than {amount} requests in {seconds} s", retry_after_s=max(0.1, reset)))  # type: ignore[arg-type]
 
+    def _admit_part(self, session: Session, key: str, sha256: str, index: int) -> tuple[int, PartWriter]:
+        """How long a part must be, and where it goes."""
+        length = self.coordinator.part_length(session, key, index)
+        self.coordinator.beat(session)
+        return length, self.coordinator.open_part(key, sha256, index)
+
     async def _take_part(self, request: Request, session: Session, key: str, sha256: str, index: int, part_sha256: str) -> Answer:
         coordinator = self.coordinator
         request.state.account.update(kind="updates", part=coordinator.part_booked_on(key))
-        length = await run_in_threadpool(coordinator.part_length, session, key, index)
-        await run_in_threadpool(coordinator.beat, session)
-        writer = await run_in_threadpool(coordinator.open_part, key, sha256, index)
+        length, writer = await run_in_threadpool(self._admit_part, session, key, sha256, index)
         digest, size = hashlib.sha256(), 0
+        loop, writing = asyncio.get_running_loop(), None
         try:
-            async for piece in _pieces(request):
-                size += len(piece)
+            async for pieces in _pieces(request):
+                size += sum(map(len, pieces))
                 if size > length:
                     raise HTTPException(413, f"part {index}: longer than its {length} bytes")
-                await run_in_threadpool(_write, writer, digest, piece)
+                if writing:
+                    await writing
+                writing = loop.run_in_executor(self.disk, _write, writer, digest, pieces)  # while the next ones come
+            if writing:
+                await writing
             if size != length:
                 raise HTTPException(400, f"part {index}: has {size} bytes, it must have {length}")
             if digest.hexdigest() != part_sha256:
                 raise HTTPException(409, f"part {index}: its sha256 is not the one that was announced; it was damaged on the way, send it again")
         except BaseException:
+            if writing:
+                await asyncio.wait([writing])
             await run_in_threadpool(writer.discard)
             raise
         await run_in_threadpool(writer.keep)
@@ -387,29 +406,26 @@ class Service:
 # --- Pieces ---
 
 
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """The body in pieces of about a MiB; a stall of a minute ends it."""
+async def _pieces(request: Request) -> AsyncIterator[list[bytes]]:
+    """The body as it comes, about half a MiB at a time; a stall of a minute ends it."""
     stream = request.stream().__aiter__()
-    gathered, size = [], 0
-    while True:
+    pieces, size, more = list[bytes](), 0, True
+    while more:
         try:
-            chunk = await asyncio.wait_for(stream.__anext__(), PART_STALL_S)
-        except StopAsyncIteration:
-            break
+            async with asyncio.timeout(PART_STALL_S):
+                while more and size < PIECES:
+                    pieces.append(chunk := await anext(stream, b""))
+                    size, more = size + len(chunk), bool(chunk)
         except TimeoutError:
             raise HTTPException(408, f"part: no byte for {PART_STALL_S:.0f} s") from None
-        gathered.append(chunk)
-        size += len(chunk)
-        if size >= CHUNK:
-            yield b"".join(gathered)
-            gathered, size = [], 0
-    if gathered:
-        yield b"".join(gathered)
+        yield pieces
+        pieces, size = [], 0
 
 
-def _write(writer: Any, digest: Any, piece: bytes) -> None:
-    digest.update(piece)
-    writer.write(piece)
+def _write(writer: Any, digest: Any, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        digest.update(piece)
+        writer.write(piece)
 
 
 def _file_response(coordinator: Coordinator, name: str, size: int, ranged: str | None) -> Response:

@@ -36,6 +36,7 @@ from blocktrain.swarm.protocol import (
 FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to take
 MARGIN_S = 0.5
 RESENDS = 5
+LANES = 2  # parts of an update on their way at once
 DIVERGED = 3  # assignments that may diverge before the worker gives up
 
 
@@ -258,11 +259,22 @@ class Worker:
 
 
 async def send_parts(link: Link, key: str, source: Source, sha256: str, reply: BeginReply) -> None:
-    """The parts that the coordinator lacks, in order."""
-    for index, start in enumerate(range(0, source.size, reply.part_bytes)):
-        if index not in reply.received:
+    """The parts that the coordinator lacks, by two lanes: while one part is on its way, the next is made ready."""
+    lacking = iter([index for index in range(-(-source.size // reply.part_bytes)) if index not in reply.received])
+
+    async def lane() -> None:
+        for index in lacking:
+            start = index * reply.part_bytes
             await link.put_part(key, sha256, index, source, start, min(source.size, start + reply.part_bytes))
             crash.point("worker.after_part")
+
+    lanes = [asyncio.ensure_future(lane()) for _ in range(LANES)]
+    try:
+        await asyncio.gather(*lanes)
+    finally:
+        for one in lanes:
+            one.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
 
 
 def _version(work: Work, block: int) -> int:
