@@ -4,13 +4,15 @@
     python3 check.py            everything
     python3 check.py PYTEST...  only pytest, with these arguments (the environment is reused)
 
-Needs Python 3.11 or later and a package registry; nothing else. Exits with the first failing check's code.
+Needs Python 3.11 or later, a package registry, and Chromium for the tests of the status page, which is installed where apt-get is there and we are
+root. Exits with the first failing check's code.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv-check"
 BIN = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")  # as in tests/integration/test_page.py
 
 
 def run(title: str, *command: str | Path) -> None:
@@ -44,6 +47,24 @@ def make_environment() -> None:
     stamp.write_text(wanted)
 
 
+def have_browser() -> bool:
+    return any(map(shutil.which, BROWSERS))
+
+
+def install_browser() -> None:
+    """See to it that there is a Chromium before the tests; a second try, since a package mirror may be busy."""
+    may = shutil.which("apt-get") is not None and hasattr(os, "geteuid") and os.geteuid() == 0
+    for _ in range(2 if may else 0):
+        if have_browser():
+            return
+        print("== browser: apt-get install chromium", flush=True)
+        for command in (["update"], ["install", "--yes", "--no-install-recommends", "chromium", "fonts-dejavu-core"]):
+            environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+            subprocess.run(["apt-get", "-qq", *command], env=environment, stdout=subprocess.DEVNULL, check=False)
+    if not have_browser():
+        sys.exit("check.py: the tests of the status page need Chromium; install it (Debian: apt-get install chromium) and start this again")
+
+
 def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 (whoever starts this may have an older one)
         sys.exit("check.py: needs Python 3.11 or later, this is " + sys.version.split()[0])
@@ -55,6 +76,7 @@ def main() -> None:
     run("format", BIN / "ruff", "format", "--check", "--quiet", ".")
     run("floors", BIN / "lint-imports", "--no-cache")
     run("types", BIN / "basedpyright", "--level", "error", "--pythonpath", BIN / "python")
+    install_browser()
     run("tests", BIN / "python", "-m", "pytest", "--durations=10")
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from blocktrain.swarm.leases import Ranges
+from blocktrain.swarm.leases import Ranges, first_free, joined, united, without
 from blocktrain.swarm.machine import Machine
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
 from blocktrain.swarm.rounds import apply, decide, figures, new_state
@@ -436,3 +436,15 @@ def test_whoever_crashes_a_run_ends_with_its_steps_counted(
     for counted in run.counted:
         assert max(counted.values()) == 1
         assert set(counted) == set(range(target)) if span == 1 else len(counted) >= target
+
+
+sets = st.sets(st.integers(0, 40))
+
+
+@given(taken=sets, more=sets, less=sets, count=st.integers(0, 12))
+def test_ranges_are_sets(taken: set[int], more: set[int], less: set[int], count: int) -> None:
+    one, two, three = (united((i, i + 1) for i in numbers) for numbers in (taken, more, less))
+    assert joined(one, two) == united((i, i + 1) for i in taken | more)
+    assert without(one, three) == united((i, i + 1) for i in taken - less)
+    free = [i for i in range(100) if i not in taken | more][:count]
+    assert first_free([one, two], count) == united((i, i + 1) for i in free)

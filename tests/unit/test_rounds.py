@@ -19,6 +19,7 @@ import pytest
 import blocktrain.swarm
 from blocktrain.errors import ConfigError, ProtocolError
 from blocktrain.swarm.leases import beyond, count_of, first_free, united, without
+from blocktrain.swarm.machine import Machine
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
 from blocktrain.swarm.rounds import apply, decide, figures, new_state
 from blocktrain.swarm.rules import Rules, deadline_of, staleness_factor
@@ -521,6 +522,48 @@ def test_a_round_closes_early_when_every_live_assignee_has_reported():
     assert Story("a b join, a b ask, 7s, a b push").log == ["7s block 0: close, every live assignee has reported: 2 of 2 assigned"]
 
 
+def test_the_reason_to_wait_names_three_workers_at_most():
+    story = Story("d c b a e join, d c b a e ask, c push")
+    assert decide(story.state, 0.0)[0].reason == "waits for d, b, a and 1 more: 1 of 5 assigned, 60.0 s left"
+
+
+def test_what_is_due_stays_due_until_it_is_carried_out_and_no_longer():
+    machine = Machine(Story("a b join, a b ask").state)
+    assert machine.due(0.0) == [] and machine.wake_at() == 30.0  # a and b would be gone
+    for name in "ab":
+        assert machine.apply(Push(1.0, name, f"{name}1", f"{'ab'.index(name):012d}", 4)).kind == "fresh"
+    (decision,) = machine.due(1.0)
+    assert machine.due(2.0) == [decision] and machine.wake_at() == 60.0
+    machine.apply(Revoke(3.0, "a"))
+    assert [[share.worker for share in d.shares] for d in machine.due(3.0)] == [["b"]]
+    assert machine.apply(machine.due(3.0)[0].event(3.0)).kind == "ok"
+    assert machine.due(3.0) == [] and machine.wake_at() is None
+
+
+def test_a_worker_that_is_heard_again_is_waited_for_again():
+    machine = Machine(Story("a b join, a b ask, 10s, a push, b die, 39s").state)
+    assert machine.due(39.0) == []
+    assert [decision.action for decision in machine.due(41.0)] == ["close"]
+    machine.apply(Beat(41.0, "b", "b1"))
+    assert machine.due(41.0) == []
+
+
+def test_workers_of_different_capacity_mix_in_one_run():
+    story = Story(blocks=4, max_span=3, target_steps=30)
+    for name, capacity in (("one", 1), ("two", 2), ("three", 3), ("all", 9)):
+        story.capacity = capacity
+        story.tell(f"{name} join")
+    lengths: set[tuple[str, int]] = set()
+    for _ in range(20):
+        for name in ("one", "two", "three", "all"):
+            if story.act(name, "ask").kind == "assigned":
+                lengths.add((name, len(story.assignment(name).blocks)))
+        story.tell(f"{story.now + 1}s, one two three all push")
+    assert story.act("one", "ask").kind == "finished"
+    assert {("one", 1), ("two", 2), ("three", 3), ("all", 3)} <= lengths
+    assert all(count_of(block.taken) >= 30 for block in story.state.blocks)
+
+
 def test_a_round_with_its_quorum_closes_at_the_deadline():
     story = Story("a b c join, a b c ask, 10s, a b push, 59.9s")
     assert story.versions == [0]
@@ -884,3 +927,10 @@ def test_a_damaged_state_is_refused_with_the_place():
         from_json(State, text.replace('"fixed"', '"never"'))
     with pytest.raises(ProtocolError, match=r"State: fields differ from those of State \(\['next', 'next_serial'\]"):
         from_json(State, text.replace('"next_serial"', '"next"'))
+
+
+def test_a_round_takes_no_more_workers_than_replicas_says():
+    story = Story("a b c join, a b c ask", replicas=2)
+    assert [story.told[name].kind for name in "abc"] == ["assigned", "assigned", "wait"]
+    story.tell("5s, a push, b push, c ask")
+    assert story.told["c"].kind == "assigned"

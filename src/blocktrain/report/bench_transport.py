@@ -1,8 +1,8 @@
 """`blocktrain bench transport`: what moving updates through a coordinator costs, beside a raw copy of the same bytes.
 
-Throughput: one worker pushes a block's update and pulls the block, over HTTP on loopback, to a coordinator in a process of its own. Beside it, in the same
-run and by turns, the same bytes go over a bare TCP socket to a file, with SHA-256 on both ends. The figure is the median of the ratios of neighbours. The
-gate (commit) and the closing of the round read every byte again and compute with it; their seconds are reported apart.
+Throughput: one worker pushes a block's update and pulls the block, over HTTP on loopback, to a coordinator in a process of its own. Beside it, in
+the same run and by turns, the same bytes go over a bare TCP socket to a file, with SHA-256 on both ends. The figure is the median of the ratios of
+neighbours. The gate (commit) and the closing of the round read every byte again and compute with it; their seconds are reported apart.
 
 Memory: eight workers push at once and the round closes. The figure is the coordinator's highest resident memory over what it held before.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import secrets
 import socket
 import statistics
@@ -37,7 +36,7 @@ from blocktrain.errors import BlockTrainError
 from blocktrain.report.bench_training import Goal
 from blocktrain.report.measure import Meter
 from blocktrain.seeding import generator
-from blocktrain.streams import FileSource
+from blocktrain.streams import FileSource, Source
 from blocktrain.swarm import identity
 from blocktrain.swarm.coordinator import Coordinator, Text
 from blocktrain.swarm.host import bind, make_server, steady_memory
@@ -119,7 +118,7 @@ def serve_coordinator(job: dict[str, Any]) -> None:
     service = Service(coordinator)
     bound = bind("127.0.0.1", 0)
     print_of = identity.fingerprint(identity.certificate_of(coordinator.pem))
-    line = JoinLine("http", *bound.getsockname(), coordinator.token_named("bench") or "", coordinator.run_id, print_of)
+    line = JoinLine("http", "127.0.0.1", bound.getsockname()[1], coordinator.token_named("bench") or "", coordinator.run_id, print_of)
     server = make_server(service.app)
     threading.Thread(target=_obey, args=(coordinator, server), daemon=True).start()
     service.start()
@@ -193,7 +192,7 @@ def other(**job: Any) -> Iterator[Other]:
 # --- This end ---
 
 
-def raw_copy(port: int, source: FileSource, sha256: str) -> float:
+def raw_copy(port: int, source: Source, sha256: str) -> float:
     """Seconds from the first byte until the other end has them all, digest and file."""
     digest, began = hashlib.sha256(), time.perf_counter()
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -320,7 +319,12 @@ Simulated = Callable[[bool], dict[str, Any]]  # quick -> figures with their own 
 
 
 def bench_transport(
-    *, quick: bool = False, size_mb: float | None = None, repeats: int = 3, simulated: Simulated | None = None, say: Callable[[str], None] = lambda _: None
+    *,
+    quick: bool = False,
+    size_mb: float | None = None,
+    repeats: int = 3,
+    simulated: Simulated | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """All figures and their goals, as one JSON line's worth. `simulated` measures many simulated workers, for a table of its own."""
     size = size_mb or (64.0 if quick else 512.0)

@@ -127,7 +127,7 @@ def require_memory(config: RunConfig) -> None:
 
 
 def worker_capacity(config: RunConfig, budget: int | None = None) -> int:
-    """Consecutive blocks that a worker of `budget` bytes (default: what is free here) can train together, up to `round.max_span`; 0 if not even one."""
+    """Consecutive blocks, up to `round.max_span`, that a worker of `budget` bytes (default: what is free here) can train together; 0 if none."""
     hardware = choose_hardware(config.train)
     p = PRECISIONS["mixed" if hardware.dtype == torch.bfloat16 else "float32"]
     have = available_memory(hardware.device) if budget is None else budget

@@ -3,8 +3,8 @@
 A version is a manifest (JSON in the database) and its blobs:
 
   file      every tensor, as in a checkpoint
-  delta     with a lossy `outer.down_codec`: the encoded step from the version before. The version is *defined* as that version plus the decoded delta, so
-            whoever holds the one before rebuilds the same bits
+  delta     with a lossy `outer.down_codec`: the encoded step from the version before. The version is *defined* as that one plus the decoded
+            delta, so whoever holds the one before rebuilds the same bits
   residual  what the delta left out; the next delta carries it
   momentum  of the outer optimizer
 
@@ -48,7 +48,7 @@ class Arrived:
 
 
 def inspect(source: BlobSource, layout: Layout, first: int, stop: int, codec: Codec) -> dict[str, float]:
-    """Names, shapes, dtypes and finite values of an update, one tensor at a time; returns the norm of each part. Raises ProtocolError naming the tensor."""
+    """Look at names, shapes, dtypes and values of an update, one tensor at a time; returns the norm of each part. Raises ProtocolError."""
     update = read_update(source, layout.update_shapes(first, stop), [codec])
     squares: dict[str, list[float]] = {part: [] for part in layout.parts_of(first, stop)}
     for name, tensor in update.tensors():

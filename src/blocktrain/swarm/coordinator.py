@@ -1,10 +1,11 @@
 """The coordinator: who may take part, what they are given, what arrives, and the closing of rounds. It knows no network and no wall clock.
 
-Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, and the next version. Two hosts
-use it: the HTTP service (server.py) and the simulator (simulator.py).
+Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, the next
+version. Two hosts use it: the HTTP service (server.py) and the simulator (simulator.py).
 
-An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction first applies what
-other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed anywhere, and several may share a run.
+An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction
+first applies what other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed
+anywhere, and several may share a run.
 
 `tick()` does what is due: ends rounds, writes versions, looks after old files. The host calls it after events and at `wake_at()`.
 """
@@ -28,7 +29,7 @@ from blocktrain.codecs import encoded_size
 from blocktrain.config import RunConfig
 from blocktrain.errors import CheckpointError, ConfigError, ProtocolError
 from blocktrain.swarm import aggregate, crash, identity, store
-from blocktrain.swarm.closing import decide_block
+from blocktrain.swarm.leases import Ranges, beyond, without
 from blocktrain.swarm.parts import INTERFACE, Layout
 from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
 from blocktrain.swarm.protocol import (
@@ -75,6 +76,7 @@ from blocktrain.training.outer import NormRule, OuterRule
 
 SNAPSHOT_EVERY = 500  # events of journal
 NOTES_KEPT = 1000
+SWEEP_S = 60.0  # between looks for parts of uploads that nobody will finish
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def check_config(config: RunConfig) -> None:
 
 
 class Coordinator:
-    """One run's coordinator. `clock` gives seconds that never run backwards; `say` gets sentences for the log; `serving` is False for whoever only looks."""
+    """One run's coordinator. `clock` gives seconds that never run backwards, `say` gets sentences; `serving` is False for whoever only looks."""
 
     def __init__(
         self,
@@ -156,11 +158,12 @@ class Coordinator:
         self.run, self.config, self.layout, self.store, self.text = run, config, layout, store, text
         self.clock, self.say = clock, say
         self._lock, self._closing = threading.RLock(), threading.Lock()
-        self._offset, self.seq = 0.0, 0
+        self._offset, self.seq, self._swept_at = 0.0, 0, clock()
         self._bytes: dict[tuple[str, str, str, str], int] = {}
         self._bytes_lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
-        self._again: set[int] = set()  # blocks whose closing did not go through
+        self._busy: set[str] = set()  # keys of uploads of which a request is being answered
+        self._again = False  # something that is due could not be done
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
         self.problem = ""  # why the run cannot go on just now
@@ -213,11 +216,21 @@ class Coordinator:
             self._catch_up(tx)
 
     def _catch_up(self, tx: Transaction) -> None:
-        """Apply what other processes have appended."""
-        for seq, text in tx.events_after(self.seq):
+        """Apply what other processes have appended; from their snapshot where the journal does not reach back far enough."""
+        events = tx.events_after(self.seq)
+        if events and events[0][0] > self.seq + 1:
+            newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
+            self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
+            events = [(seq, text) for seq, text in events if seq > self.seq]
+        for seq, text in events:
             self.machine.apply(from_tagged_json(EVENTS, text))
             self.seq = seq
         self._offset = max(self._offset, self.machine.state.now - self.clock())
+
+    def _look(self) -> None:
+        """Read what other processes have appended."""
+        with self._lock, self.store.transaction() as tx:
+            self._catch_up(tx)
 
     def now(self) -> float:
         """Seconds on the run's own clock: it goes on where the last process left it."""
@@ -255,7 +268,8 @@ class Coordinator:
             crash.point("snapshot.before_delete")
             with self.store.transaction() as tx:
                 tx.execute(store.snapshots.delete().where(store.snapshots.c.seq < self.seq))
-                tx.execute(store.events.delete().where(store.events.c.seq <= self.seq))
+                # Enough of the journal stays for other processes to see that they are behind.
+                tx.execute(store.events.delete().where(store.events.c.seq <= self.seq - SNAPSHOT_EVERY))
                 newest = sa.select(sa.func.max(store.notes.c.id)).scalar_subquery()
                 tx.execute(store.notes.delete().where(store.notes.c.id < newest - NOTES_KEPT))
         except OSError as error:
@@ -272,7 +286,8 @@ class Coordinator:
         self.problem = ""
 
     def log(self, text: str) -> None:
-        """A sentence for the log and the page."""
+        """A sentence for the log and the page, on one line whoever wrote it."""
+        text = _one_line(text)
         self._log.append((self.now(), text))
         self.say(text)
 
@@ -359,6 +374,8 @@ class Coordinator:
         name = self.token_name(token)
         if name is None:
             raise Refused(Answer("revoked", "token: unknown or revoked"))
+        if request.protocol != PROTOCOL:
+            raise ProtocolError(f"protocol: the worker speaks {request.protocol}, the coordinator {PROTOCOL}; install the same version")
         if request.run_id != self.run_id:
             raise ProtocolError(f"run_id: {request.run_id} is not this run, which is {self.run_id}")
         if request.config_digest != self.config_digest:
@@ -372,6 +389,8 @@ class Coordinator:
             raise Refused(Answer("wait", f"the run has {len(members)} workers, limits.max_workers is reached", time_left_s=30.0))
 
         def also(tx: Transaction, answer: Answer) -> None:
+            if not tx.rows(sa.select(store.tokens.c.name).where(store.tokens.c.name == name, store.tokens.c.revoked.is_(False))):
+                raise Refused(Answer("revoked", "token: revoked"))  # in between
             if answer.kind == "ok":
                 row = {"process": request.process, "hash": identity.hashed(session), "token": name, "public_key": request.public_key}
                 tx.put(store.sessions, worker=worker, **row)
@@ -383,6 +402,10 @@ class Coordinator:
         self._sessions = {secret: held for secret, held in self._sessions.items() if held.worker != worker}
         self.log(f"worker {worker} joined, it can hold {request.capacity} block{'s' * (request.capacity != 1)}")
         return JoinReply(worker=worker, session=session, reason=answer.reason, heartbeat_s=self.machine.state.rules.heartbeat_limit_s / 4)
+
+    def knows(self, secret: str) -> bool:
+        """Whether this is a session that was heard of before, so that nothing has to be looked up for it."""
+        return identity.hashed(secret) in self._sessions
 
     def session(self, secret: str) -> Session:
         """Whose session this is. Raises Refused."""
@@ -499,19 +522,39 @@ class Coordinator:
         expected = self._update_size(assignment)
         if request.size != expected:
             raise ProtocolError(f"size: {request.size} bytes, this update has {expected} as {self.config.outer.up_codec}")
-        free = self.store.blobs.free_bytes()
-        if free is not None and free - request.size < self.config.limits.free_disk_mb * (1 << 20):
-            self._pause(f"the coordinator's disk has {free >> 20} MiB left, an update of {request.size >> 10} KiB does not fit")
-            raise OSError(self.problem)
+        self._require_room(request.size)
         answer = self.record(lambda now: Begin(now, who.worker, who.process, request.key))
         crash.point("begin.after_record")
-        return BeginReply(
-            kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=self._received(request.key, request.sha256)
-        )
+        with self._alone_with(request.key):
+            settled = self._own(who, request.key).answer is not None
+            received = list(range(-(-expected // self.part_bytes))) if settled else self._received(request.key, request.sha256)
+        return BeginReply(kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=received)
+
+    @contextmanager
+    def _alone_with(self, key: str) -> Iterator[None]:
+        """Nothing else touches the parts of this upload, so what the gate has seen is what will be averaged. Raises Refused where it is busy."""
+        with self._lock:
+            if key in self._busy:
+                raise Refused(Answer("wait", f"assignment {key}: another request about its upload is being answered", key, 1.0))
+            self._busy.add(key)
+        try:
+            yield
+        finally:
+            self._busy.discard(key)
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Raises OSError where so many bytes more would fill the disk."""
+        free = self.store.blobs.free_bytes()
+        if free is not None and free - num_bytes < self.config.limits.free_disk_mb * (1 << 20):
+            self._pause(f"the coordinator's disk has {free >> 20} MiB left, {num_bytes >> 10} KiB of an update do not fit")
+            raise OSError(self.problem)
 
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
         assignment = self.machine.state.assignments.get(key)
+        if assignment is None or (assignment.answer is None and assignment.upload is None):
+            self._look()  # another coordinator may know more
+            assignment = self.machine.state.assignments.get(key)
         if assignment is None:
             raise Refused(Answer("unknown", f"assignment {key} is not known, or was settled long ago", key))
         if assignment.worker != who.worker:
@@ -534,8 +577,36 @@ class Coordinator:
         return min(self.part_bytes, size - index * self.part_bytes)
 
     def open_part(self, key: str, sha256: str, index: int) -> PartWriter:
-        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update."""
+        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update.
+
+        Parts of another update under this key are dropped.
+        """
+        self._require_room(self.part_bytes)
+        with self._alone_with(key):
+            self._require_open(key)
+            self._received(key, sha256)
         return PartWriter(self.store.blobs.writer(), _part_name(key, sha256, index))
+
+    def keep_part(self, key: str, writer: PartWriter) -> None:
+        """A part is here whole. Raises Refused where its assignment has been settled meanwhile."""
+        try:
+            with self._alone_with(key):
+                self._require_open(key)
+                writer.keep()
+        except Refused:
+            writer.discard()
+            raise
+
+    def _require_open(self, key: str) -> None:
+        """Raises Refused where an assignment has its answer."""
+        assignment = self.machine.state.assignments.get(key)
+        if assignment is None or (assignment.answer is None and assignment.upload is None):
+            self._look()  # another coordinator may know more
+            assignment = self.machine.state.assignments.get(key)
+        if assignment is None:
+            raise Refused(Answer("unknown", f"assignment {key} is not known, or was settled long ago", key))
+        if assignment.answer is not None:
+            raise Refused(assignment.answer)
 
     def part_booked_on(self, key: str) -> str:
         """The part of the model on which an upload's bytes are booked: the first block of its span."""
@@ -551,6 +622,10 @@ class Coordinator:
 
     def commit(self, who: Session, request: CommitRequest) -> CommitReply:
         """An update is here whole: the gate, then the rules. A repeat gets the first answer again."""
+        with self._alone_with(request.key):
+            return self._commit(who, request)
+
+    def _commit(self, who: Session, request: CommitRequest) -> CommitReply:
         assignment = self._own(who, request.key)
         if assignment.answer is not None:
             return _commit_reply(assignment.answer)
@@ -581,6 +656,8 @@ class Coordinator:
                 parts=json.dumps(source.parts),
                 sha256=request.sha256,
                 num_samples=int(samples) if answer.accepted else 0,
+                taken_by=json.dumps([block for block, _ in answer.ages]),
+                steps=json.dumps(self._steps_of(assignment, samples) if answer.accepted else []),
                 norm=max(norms.values(), default=0.0),
                 metrics=json.dumps({**request.metrics.model_dump(), "norms": norms}),
                 kind=answer.kind,
@@ -596,16 +673,16 @@ class Coordinator:
         self.tick_soon()
         return _commit_reply(answer)
 
+    def _steps_of(self, assignment: Assignment, num_samples: float) -> Ranges:
+        """The part of a lease that an update of so many samples was trained on."""
+        return without(assignment.steps, beyond(assignment.steps, -(-int(num_samples) // self.config.train.batch_size)))
+
     def _whole(self, request: CommitRequest, names: Sequence[str]) -> BlobSource | None:
         """The upload as one run of bytes, or None where a part is missing or the digest is another; such parts are dropped."""
         sizes = [self.store.blobs.size(name) for name in names]
         if None not in sizes and sum(size or 0 for size in sizes) == request.size:
             source = BlobSource(self.store.blobs, [(name, size or 0) for name, size in zip(names, sizes, strict=True)])
-            digest = hashlib.sha256()
-            for name, size in source.parts:
-                for chunk in self.store.blobs.chunks(name, 0, size):
-                    digest.update(chunk)
-            if digest.hexdigest() == request.sha256:
+            if self._digest(source) == request.sha256:
                 return source
             self.store.blobs.delete(names)
         return None
@@ -624,7 +701,7 @@ class Coordinator:
                 sa.select(store.updates.c.key).where(same, store.updates.c.kind.in_(["fresh", "late"]), store.updates.c.key != assignment.key)
             )
             others = tx.rows(sa.select(store.updates.c.metrics).where(store.updates.c.key.in_(pending))) if pending else []
-        if copies:
+        if copies and any(norms.values()):  # whoever's rate is 0 moves nothing, and honestly so
             return norms, f"its bytes are those of update {copies[0]['key']}: copied or replayed"
         rule = NormRule(self.config.outer.norm_limit, self.config.outer.norm_beyond)
         return norms, aggregate.norm_fault(norms, [json.loads(row["metrics"])["norms"] for row in others], rule)
@@ -633,7 +710,7 @@ class Coordinator:
         self.log(f"worker {worker}: refused: {reason}")
         try:
             with self.store.transaction() as tx:
-                tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=reason)
+                tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=_one_line(reason))
         except OSError as error:
             self._pause(str(error))
 
@@ -644,18 +721,21 @@ class Coordinator:
         self.changed()
 
     def wake_at(self) -> float | None:
-        """When something may be due with no event before."""
+        """When something may be due with no event before; what could not be done is tried again after a second."""
         return self.now() + 1.0 if self._again else self.machine.wake_at()
 
     def tick(self) -> int:
         """End what rounds are due to end; returns how many new versions that made."""
         made = 0
-        for _ in range(self.layout.blocks + 1):
+        for _ in range(2 * self.layout.blocks):
+            self._again = False
             due = self._due()
-            if not due:
-                break
             for decision in due:
                 made += self._carry_out(decision)
+            if not due or self._again:
+                break
+        if self.clock() - self._swept_at > SWEEP_S:
+            self._sweep_uploads()
         return made
 
     def _due(self) -> list[Decision]:
@@ -664,14 +744,7 @@ class Coordinator:
                 self._catch_up(tx)
                 if self._bytes:
                     self._flush_bytes(tx)
-            now, state = self.now(), self.machine.state
-            due = {decision.block: decision for decision in self.machine.due(now)}
-            for index in self._again:
-                decision = decide_block(state, state.blocks[index], now) if index not in due else due[index]
-                if decision.action != "wait":
-                    due[index] = decision
-            self._again = set()
-        return [due[index] for index in sorted(due)]
+            return self.machine.due(self.now())
 
     def _carry_out(self, decision: Decision) -> int:
         """1 where a new version was made."""
@@ -681,7 +754,7 @@ class Coordinator:
             answer = self.record(decision.event)
             self.log(answer.reason)
         except OSError as error:
-            self._again.add(decision.block)
+            self._again = True
             self._pause(str(error))
         return 0
 
@@ -693,7 +766,7 @@ class Coordinator:
             with self.store.transaction() as tx:
                 rows = {row["key"]: row for row in tx.rows(sa.select(store.updates).where(store.updates.c.key.in_(keys)))}
             if state.blocks[decision.block].version != decision.version or set(rows) != set(keys):
-                self._again.add(decision.block)
+                self._again = True
                 return 0
             manifests = self._next_manifests(decision, rows, interface)
             crash.point("close.before_record")
@@ -708,7 +781,7 @@ class Coordinator:
             )
             crash.point("close.after_record")
             if answer.kind != "ok":
-                self._again.add(decision.block)
+                self._again = True
                 return 0
             self.log(answer.reason)
             self._drop_old(manifests, rows)
@@ -718,9 +791,10 @@ class Coordinator:
 
     def _next_manifests(self, decision: Decision, rows: Mapping[str, Mapping[str, Any]], interface: int) -> list[dict[str, Any]]:
         part, outer = part_of(decision.block), self.config.outer
-        arrived = {key: self._arrived(row) for key, row in rows.items()}
+        arrived = {key: there for key, row in rows.items() if (there := self._arrived(row))}
+        shares = [share for share in decision.shares if share.key in arrived]
         rule = NormRule(outer.norm_limit, outer.norm_beyond)
-        found = aggregate.contributions(part, self.layout, decision.shares, arrived, rule)
+        found = aggregate.contributions(part, self.layout, shares, arrived, rule)
         base = self.manifest(part, decision.version)
         crash.point("close.before_write")
         outer_rule = OuterRule(outer.optimizer, outer.lr, outer.momentum)
@@ -728,7 +802,7 @@ class Coordinator:
         manifests = [aggregate.next_version(step) | self._story(decision, rows)]
         crash.point("close.after_block")
         if interface >= 0:
-            shared = aggregate.contributions(INTERFACE, self.layout, decision.shares, arrived, rule)
+            shared = aggregate.contributions(INTERFACE, self.layout, shares, arrived, rule)
             step = aggregate.Step(
                 self.store.blobs,
                 self.layout,
@@ -754,11 +828,26 @@ class Coordinator:
         share = decision.reported / decision.assigned if decision.assigned else None
         return {"shares": shares, "reason": decision.reason, "ce": ce, "tokens": tokens, "fresh": decision.fresh, "participation": share}
 
-    def _arrived(self, row: Mapping[str, Any]) -> aggregate.Arrived:
+    def _arrived(self, row: Mapping[str, Any]) -> aggregate.Arrived | None:
+        """An update as it was accepted; None, with a word in the log, where its bytes have been lost or damaged since."""
         blocks = json.loads(row["blocks"])
         source = BlobSource(self.store.blobs, [(name, size) for name, size in json.loads(row["parts"])])
+        if self._digest(source) != row["sha256"]:
+            self.log(f"block {blocks[0]}: the file of update {row['key']} by worker {row['worker']} has been lost or damaged; it is left out")
+            return None
         norms = json.loads(row["metrics"])["norms"]
         return aggregate.Arrived(row["key"], blocks[0], blocks[-1] + 1, source, row["sha256"], norms)
+
+    def _digest(self, source: BlobSource) -> str:
+        """sha256 of what can be read of it."""
+        digest = hashlib.sha256()
+        try:
+            for name, size in source.parts:
+                for chunk in self.store.blobs.chunks(name, 0, size):
+                    digest.update(chunk)
+        except FileNotFoundError:
+            return ""
+        return digest.hexdigest()
 
     # --- Old files ---
 
@@ -788,13 +877,22 @@ class Coordinator:
 
     def _sweep_files(self) -> None:
         """Files that a crash left: scratch, and parts of uploads that nobody will finish."""
-        blobs, state = self.store.blobs, self.machine.state
-        blobs.delete(blobs.names("scratch/"))
+        self.store.blobs.delete(self.store.blobs.names("scratch/"))
+        self._sweep_uploads()
+
+    def _sweep_uploads(self) -> None:
+        """Parts of uploads that nobody will finish."""
+        self._swept_at = self.clock()
         if self.config.limits.keep_updates:
             return
-        needed = {update.key for block in state.blocks for update in block.pending}
-        needed |= {key for key, assignment in state.assignments.items() if assignment.answer is None}
-        blobs.delete(name for name in blobs.names("updates/") if name.split("/")[1] not in needed)
+        blobs = self.store.blobs
+        there = blobs.names("updates/")
+        with self._lock, self.store.transaction() as tx:
+            self._catch_up(tx)
+            state = self.machine.state
+            needed = {update.key for block in state.blocks for update in block.pending}
+            needed |= {key for key, assignment in state.assignments.items() if assignment.answer is None}
+        blobs.delete(name for name in there if name.split("/")[1] not in needed)
 
     # --- Changes from outside ---
 
@@ -840,6 +938,10 @@ class Coordinator:
         with self._lock, self.store.transaction() as tx:
             self._flush_bytes(tx)
             return tx.rows(sa.select(store.ledger))
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _commit_reply(answer: Answer) -> CommitReply:

@@ -1,7 +1,7 @@
 """What a worker does with an assignment on its own machine: files, inner loop, encoded update.
 
-An update is a function of the assignment alone: weights of the versions it names, batches of its leased steps, draws from the run's seed, and an inner
-optimizer that starts with empty moments. So whoever trains it gets the same update, and whoever joins late is not behind.
+An update is a function of the assignment alone: weights of the versions it names, batches of its leased steps, draws from the run's seed,
+and an inner optimizer that starts with empty moments. So whoever trains it gets the same update, and whoever joins late is not behind.
 
 FOLDER/key.pem                 the worker's key
 FOLDER/parts/                  versions of parts that are in use, the newest of each

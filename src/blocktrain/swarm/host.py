@@ -42,6 +42,7 @@ from blocktrain.swarm.protocol import BlobRef, JoinLine, parse_join_line
 from blocktrain.swarm.server import Service
 from blocktrain.swarm.status import status
 from blocktrain.swarm.store import Store, open_store
+from blocktrain.swarm.wire import mind_the_silent, serving
 from blocktrain.training.data import Corpus, load_corpus
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -263,11 +264,10 @@ class Host:
             self.say(f"evaluation: ended with code {process.returncode}; try `blocktrain evaluate {self.run}`")
             return
         figures = json.loads(text)
+        tokens = figures["bytes_seen"]
         with self.coordinator.store.transaction() as tx:
-            tx.put(store.headlines, tokens=self._evaluating * self.config.tokens_per_step, figures=json.dumps(figures))
-        self.say(
-            f"headline CE {figures['headline_ce']:.4f} nats/byte after {self._evaluating} steps of every block (n-gram {figures['ngram_ce']:.4f})"
-        )
+            tx.put(store.headlines, tokens=tokens, figures=json.dumps(figures))
+        self.say(f"headline CE {figures['headline_ce']:.4f} nats/byte after {tokens:,} bytes a block (n-gram {figures['ngram_ce']:.4f})")
 
     def _end_if_due(self, server: uvicorn.Server) -> None:
         if self.coordinator.finished:
@@ -289,6 +289,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if os.name != "nt":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        mind_the_silent(bound)
         bound.bind((host, port))
         bound.listen(512)
     except OSError as error:
@@ -299,8 +300,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def make_server(app: Any, **files: Any) -> uvicorn.Server:
     """The HTTP server of a coordinator."""
-    settings: dict[str, Any] = {"log_level": "error", "access_log": False, "timeout_keep_alive": 75, "lifespan": "off", "http": "httptools"}
-    return uvicorn.Server(uvicorn.Config(app, **settings, **files))
+    return uvicorn.Server(uvicorn.Config(app, **serving(), **files))
 
 
 def steady_memory() -> None:
@@ -353,7 +353,7 @@ def keep_text(opened: Store, corpus: Corpus, name: str) -> Text:
     """The training text as a blob, stored once."""
     known = opened.fact("text_blob")
     if known is None:
-        data = memoryview(corpus.train)
+        data = memoryview(corpus.train)  # type: ignore[arg-type]
         pieces = (data[start : start + (1 << 23)] for start in range(0, len(data), 1 << 23))
         blob = opened.blobs.put_stream("text/train", ".txt", pieces)
         known = opened.fact_once("text_blob", json.dumps(vars(blob)))

@@ -1,8 +1,8 @@
 """Keys: the coordinator's certificate, the workers' keys, tokens, and the signatures that prove them.
 
-The coordinator has a self-signed certificate whose fingerprint stands in the join line: over TLS a worker accepts that certificate and no other; over plain
-HTTP the coordinator signs the worker's nonce with the same key. A worker's name is bound to an Ed25519 key that never leaves its machine. Tokens and
-session secrets are kept as sha256 only.
+The coordinator has a self-signed certificate whose fingerprint stands in the join line: over TLS a worker accepts that certificate and no
+other; over plain HTTP the coordinator signs the worker's nonce with the same key. A worker's name is bound to an Ed25519 key that never leaves
+its machine. Tokens and session secrets are kept as sha256 only.
 """
 
 from __future__ import annotations

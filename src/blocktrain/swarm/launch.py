@@ -46,7 +46,10 @@ def launch(
     say: Callable[[str], None] = lambda _: None,
     report: Callable[[Any], None] = lambda _: None,
 ) -> Running:
-    """A worker for a join line; `capacity_of` says how many blocks of a run fit this machine. Raises ConfigError or CheckpointError where the line, the name or the folder will not do."""
+    """A worker for a join line; `capacity_of` says how many blocks of a run fit this machine.
+
+    Raises ConfigError or CheckpointError where the line, the name or the folder will not do.
+    """
     line = parse_join_line(text)
     wanted = clean_name(name or socket.gethostname() or platform.node())
     place, lock = own_folder(folder, line.run_id, wanted)

@@ -1,8 +1,8 @@
 """A worker's way to its coordinator over HTTP: outbound connections only, every request repeated until it is through or a stated limit has passed.
 
-Lost connections, timeouts, a coordinator that restarts or has a full disk, a place in line: all are waited for, with growing pauses, for up to `patience_s`. Repeats
-are safe, since every request has a key that the coordinator knows again. Files are resumed by range from where they broke off, and not believed
-before their sha256 is right.
+Lost connections, timeouts, a coordinator that restarts or has a full disk, a place in line: all are waited for, with growing pauses, for up
+to `patience_s`. Repeats are safe, since every request has a key that the coordinator knows again. Files are resumed by range from where they broke
+off, and not believed before their sha256 is right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import shutil
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -56,7 +57,7 @@ FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  #
 DAMAGED = 5  # times that a file may arrive with the wrong digest
 
 
-httpcore2.AsyncHTTP11Connection.READ_NUM_BYTES = 1 << 18  # as much as asyncio reads at once: a quarter of the steps for a large file
+setattr(httpcore2.AsyncHTTP11Connection, "READ_NUM_BYTES", 1 << 18)  # noqa: B010 (typed as one number) as much as asyncio reads at once
 
 
 class _Again(Exception):
@@ -250,7 +251,7 @@ class HttpLink:
             raise MemoryLimitError(f"{scratch.parent}: {blob.size - have:,} bytes are needed for {target.name}, {free:,} are free on this disk")
         for _ in range(DAMAGED):
             digest = _FileDigest(scratch)
-            await self._until_through(lambda: self._download(blob, digest), self.patience_s)
+            await self._until_through(partial(self._download, blob, digest), self.patience_s)
             if await asyncio.to_thread(digest.hexdigest) == blob.sha256:
                 os.replace(scratch, target)
                 return
@@ -282,7 +283,6 @@ class HttpLink:
         if size > blob.size:
             scratch.unlink()
             raise _Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
-
 
     async def _append(self, response: httpx2.Response, digest: _FileDigest, size: int, limit: int) -> int:
         """Write what comes after the first `size` bytes, until there is no more or too much; returns how many bytes there are then."""
@@ -318,10 +318,10 @@ class _FileDigest:
         """Append to the file, which has `at` bytes."""
         self._catch_up(at)
         for piece in pieces:
-            self.digest.update(piece)
             view = memoryview(piece)
             while view:
                 view = view[file.write(view) :]
+            self.digest.update(piece)
             self.size += len(piece)
 
     def hexdigest(self) -> str:

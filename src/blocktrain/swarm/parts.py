@@ -1,7 +1,7 @@
 """The parts of a model that are versioned and travel: the shared interface and each block, with their tensors' shapes and first values.
 
-Only what learns is sent in an update. Which tensors learn follows from the objective (a run without a noisy target never moves the noise embedding): it
-is found by one backward pass through a stack of the same structure and the smallest width.
+Only what learns is sent in an update. Which tensors learn follows from the objective (a run without a noisy target never moves the noise
+embedding): it is found by one backward pass through a stack of the same structure and the smallest width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from blocktrain.config import RunConfig, make_config, merge_fields
 from blocktrain.diffusion.noise import make_partition
-from blocktrain.model.transformer import BlockStack
+from blocktrain.model.transformer import BlockStack, Interface
+from blocktrain.seeding import generator
 from blocktrain.swarm.protocol import part_of
 from blocktrain.training.objective import SpanObjective, make_views
 
@@ -73,7 +74,17 @@ def _initial(config: RunConfig, part: str) -> Iterator[tuple[str, Tensor]]:
     held = [] if part == INTERFACE else [int(part.removeprefix("block-"))]
     stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
     module = stack.interface if part == INTERFACE else stack.block(held[0])
+    if part == INTERFACE and config.outer.interface == "frozen":
+        _draw_readouts(stack.interface, config.seed)
     yield from sorted(module.state_dict().items())
+
+
+def _draw_readouts(interface: Interface, seed: int) -> None:
+    """Readouts start at zero and learn first; where they never learn, no gradient would ever pass through them to a block."""
+    for name, readout in (("head", interface.head), ("denoised", interface.denoised)):
+        weight = readout.weight
+        with torch.no_grad():
+            weight.copy_(torch.randn(weight.shape, generator=generator(seed, "frozen", name)) * weight.size(1) ** -0.5)
 
 
 def _learning(config: RunConfig) -> dict[str, frozenset[str]]:

@@ -1,4 +1,4 @@
-"""What `GET /v1/status`, the page and `blocktrain coordinator --status` say of a run: one dictionary with fixed keys, made from the rules' figures and the database."""
+"""What `GET /v1/status`, the page and `blocktrain coordinator --status` say of a run: one dictionary with fixed keys."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _worker_state(worker: Worker, shown: Any, now: float) -> str:
 
 def _results(rows: list[dict[str, Any]]) -> dict[str, int]:
     names = {"fresh": "fresh", "late": "late", "too_old": "too_old"}
-    counts = dict.fromkeys(("fresh", "late", "refused", "too_old"), 0)
+    counts: dict[str, int] = dict.fromkeys(("fresh", "late", "refused", "too_old"), 0)
     for row in rows:
         counts[names.get(row["kind"], "refused")] += row["count"]
     return counts

@@ -7,7 +7,8 @@ Database (SQLAlchemy Core; SQLite beside the blobs by default)
   updates    what each assignment brought: size, digest, norm, metrics, answer
   tokens, sessions, facts, ledger, headlines, notes
 
-Blobs (obstore; a folder, memory, or an object store by URL) have names with their content's digest in it, so a coordinator that loses a race overwrites nothing.
+Blobs (obstore; a folder, memory, or an object store by URL) have their content's digest in their names, so a coordinator that loses a race
+overwrites nothing.
 
 Nothing here assumes that one process owns a run: what must happen once happens in a transaction that first reads the events it has not seen
 (`Transaction.events_after`) and then appends its own under the next `seq`.
@@ -29,6 +30,7 @@ from typing import Any
 import obstore
 import sqlalchemy as sa
 from obstore.store import LocalStore, MemoryStore, from_url
+from sqlalchemy import event, exc, pool
 
 from blocktrain.errors import CheckpointError
 
@@ -60,6 +62,8 @@ updates = sa.Table(
     sa.Column("parts", _text, nullable=False),  # JSON list of blob names, in order
     sa.Column("sha256", _text, nullable=False, index=True),
     sa.Column("num_samples", _big, nullable=False),
+    sa.Column("taken_by", _text, nullable=False),  # JSON list of the blocks that count it
+    sa.Column("steps", _text, nullable=False),  # JSON list of ranges: of its lease, those it was trained on
     sa.Column("norm", sa.Float, nullable=False),
     sa.Column("metrics", _text, nullable=False),  # JSON
     sa.Column("kind", _text, nullable=False),  # of the answer
@@ -132,7 +136,7 @@ class Transaction:
             self.connection.execute(table.delete().where(*(table.c[key] == values[key] for key in keys)))
         self.connection.execute(table.insert().values(**values))
 
-    def rows(self, query: sa.Select[Any]) -> list[Row]:
+    def rows(self, query: Any) -> list[Row]:
         return [dict(row._mapping) for row in self.connection.execute(query)]
 
     def execute(self, statement: Any) -> int:
@@ -184,7 +188,7 @@ class Blobs:
         """Of a blob, None where there is none."""
         try:
             return int(obstore.head(self.store, name)["size"])
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: nothing can have that name
             return None
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -285,15 +289,15 @@ class Store:
     def __init__(self, database_url: str, blobs: Blobs) -> None:
         self.blobs = blobs
         in_memory = database_url in ("sqlite://", "sqlite:///:memory:")
-        more: dict[str, Any] = {"poolclass": sa.pool.StaticPool} if in_memory else {}
+        more: dict[str, Any] = {"poolclass": pool.StaticPool} if in_memory else {}
         arguments = {"check_same_thread": False, "timeout": 30} if database_url.startswith("sqlite") else {}
         self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
         if self.engine.dialect.name == "sqlite":
-            sa.event.listen(self.engine, "connect", _prepare_sqlite)
-            sa.event.listen(self.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+            event.listen(self.engine, "connect", _prepare_sqlite)
+            event.listen(self.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         try:
             _tables.create_all(self.engine)
-        except sa.exc.SQLAlchemyError as error:
+        except exc.SQLAlchemyError as error:
             raise CheckpointError(f"{self.engine.url.render_as_string()}: cannot be opened ({_first_line(error)})") from None
 
     @contextmanager
@@ -302,7 +306,7 @@ class Store:
         try:
             with self.engine.begin() as connection:
                 yield Transaction(connection)
-        except (sa.exc.OperationalError, sa.exc.DatabaseError) as error:
+        except (exc.OperationalError, exc.DatabaseError) as error:
             raise OSError(f"database: {_first_line(error)}") from error
 
     def fact(self, name: str) -> str | None:

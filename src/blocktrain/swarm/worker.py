@@ -1,7 +1,7 @@
 """A worker: asks for work, fetches what it lacks, trains, hands in, asks again. It knows neither HTTP nor torch.
 
-`Link` is its way to the coordinator (HTTP in link.py, a virtual wire in simulator.py), `Engine` what trains (engine.py, or a stand-in). Time comes from the
-event loop, so that under a loop with a virtual clock the same worker lives through hours in seconds.
+`Link` is its way to the coordinator (HTTP in link.py, a virtual wire in simulator.py), `Engine` what trains (engine.py, or a stand-in). Time
+comes from the event loop, so that under a loop with a virtual clock the same worker lives through hours in seconds.
 
 A worker keeps its promises: it hands in or gives back what it was given before it stops, and keeps back the time that its upload takes.
 """

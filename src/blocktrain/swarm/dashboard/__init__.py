@@ -6,8 +6,8 @@
   GET /static/NAME           the page's own files, and plotly.min.js out of the plotly wheel
 
 Everything comes from one function that returns the status as a dict; the page knows nothing else of the swarm. Names and reasons in it may have been
-chosen by a worker: the template escapes them, the script writes them as text, and the Content-Security-Policy lets in no script, style or request from
-anywhere else.
+chosen by a worker: the template escapes them, the script writes them as text, and the Content-Security-Policy lets in no script or style
+from anywhere else, nor any that is written into the page.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ SAFE = {
 FRESH = SAFE | {"Cache-Control": "no-store"}
 
 
-def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: float = 1.0) -> None:
-    """Add the page's routes to `app`. `status` is called in a thread, at most once every interval_s however many are looking.
+def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: float = 1.0) -> Watch:
+    """Add the page's routes to `app`; returns what takes the looks.
+
+    `status` is called in a thread, at most once every interval_s however many are looking.
 
     An open page is a response that never ends: start uvicorn with `timeout_graceful_shutdown`, or it waits for every reader to leave.
     """
@@ -55,7 +57,7 @@ def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> Response:
         look = await watch.look()
-        return HTMLResponse(template.render(status=look.status or {}, plotly=assets.plotly_version), headers=FRESH)
+        return HTMLResponse(template.render(status=look.status or {}, assets=assets), headers=FRESH)
 
     @app.get("/v1/events", include_in_schema=False)
     async def events() -> Response:
@@ -74,3 +76,5 @@ def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: 
         if asset is None:
             return JSONResponse({"error": "no such file"}, 404, headers=FRESH)
         return asset.answer(request.headers, SAFE)
+
+    return watch

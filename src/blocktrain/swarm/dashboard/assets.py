@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fastapi import Response
 TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 PLOTLY = "plotly.min.js"
 FOR_GOOD = "public, max-age=31536000, immutable"
+STYLE_ID = re.compile(rb'getElementById\("([0-9a-f]{64})"\)')
 SMALL = 1000  # bytes that are not worth packing
 
 
@@ -49,6 +51,7 @@ class Assets:
         self._assets: dict[str, Asset] = {}
         self._lock = threading.Lock()
         self.plotly_version = version("plotly")
+        self.plotly_styles = sorted({found.decode() for found in STYLE_ID.findall(_plotly())})
 
     def get(self, name: str) -> Asset | None:
         with self._lock:
@@ -57,8 +60,11 @@ class Assets:
             return self._assets.get(name)
 
     def _read(self, name: str) -> Asset:
-        path = files("plotly") / "package_data" / PLOTLY if name == PLOTLY else self._paths[name]
-        content = path.read_bytes()
+        content = _plotly() if name == PLOTLY else self._paths[name].read_bytes()
         packed = gzip.compress(content, 6, mtime=0) if len(content) > SMALL else None
-        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        tag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'
         return Asset(content, packed, tag, TYPES[Path(name).suffix], FOR_GOOD if name == PLOTLY else "no-cache")
+
+
+def _plotly() -> bytes:
+    return (files("plotly") / "package_data" / PLOTLY).read_bytes()

@@ -45,22 +45,24 @@ function draw(element) {
   drawer.drawn = drawer.key;
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-  const { traces, shapes, annotations, label, small } = drawer.figure(colour);
-  element.setAttribute("aria-label", label);
+  const figure = drawer.figure(colour);
+  element.setAttribute("aria-label", figure.label);
   element.setAttribute("role", "img");
-  window.Plotly.react(element, traces, layout(colour, shapes ?? [], annotations ?? [], small), CONFIG);
+  window.Plotly.react(element, figure.traces, layout(colour, figure), CONFIG);
 }
 
-function layout(colour, shapes, annotations, small) {
+function layout(colour, { small, values, empty, shapes = [], annotations = [] }) {
   const axis = {
     fixedrange: true,
     gridcolor: colour("line"),
     zeroline: false,
     showline: false,
+    showspikes: false,
     ticks: "",
     tickfont: { size: 11, color: colour("muted") },
     nticks: small ? 4 : 6,
     automargin: false,
+    visible: values.length > 0,
   };
   return {
     autosize: true,
@@ -70,15 +72,25 @@ function layout(colour, shapes, annotations, small) {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("ink") },
     showlegend: false,
-    hovermode: "closest",
+    hovermode: "x unified",
     dragmode: false,
     hoverlabel: { bgcolor: colour("surface"), bordercolor: colour("line"), font: { color: colour("ink"), size: 12 } },
-    xaxis: { ...axis, showgrid: false, rangemode: "tozero", tickformat: "~s", title: small ? undefined : { text: "tokens", font: { size: 11, color: colour("muted") }, standoff: 6 } },
-    yaxis: { ...axis, tickformat: ".2~f" },
+    xaxis: { ...axis, showgrid: false, rangemode: "tozero", tickformat: "~s", hoverformat: ".3s", unifiedhovertitle: { text: "%{x:.3s} tokens" }, title: small ? undefined : { text: "tokens", font: { size: 11, color: colour("muted") }, standoff: 6 } },
+    yaxis: { ...axis, tickformat: ".2~f", ...range(values) },
     shapes,
-    annotations,
+    annotations: values.length ? annotations : [{ text: empty, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5, font: { size: 13, color: colour("muted") } }],
   };
 }
+
+// Some air above and below, so that neither a curve nor a label is cut off.
+function range(values) {
+  if (!values.length) return {};
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const air = 0.12 * (high - low || 1);
+  return { range: [low - air, high + air] };
+}
+
+const heights = (points) => points.map((point) => point[1]);
 
 function line(points, colour, name, dash, width) {
   return {
@@ -87,7 +99,8 @@ function line(points, colour, name, dash, width) {
     mode: points.length === 1 ? "markers" : "lines",
     line: { color: colour, width, dash },
     marker: { color: colour, size: 7 },
-    hovertemplate: `${name} %{y:.3f}<br>%{x:.3s} tokens<extra></extra>`,
+    name,
+    hovertemplate: "%{y:.3f}",
   };
 }
 
@@ -102,10 +115,9 @@ export function headlineFigure(status) {
   const last = points.at(-1);
   const key = JSON.stringify([points.length, last, marks]);
   const figure = (colour) => ({
-    traces: [
-      line(points, colour("headline"), "headline", "solid", 2.5),
-      { x: marks.map(() => last?.[0] ?? 0), y: marks.map(([value]) => value), mode: "markers", marker: { opacity: 0 }, hoverinfo: "skip" },
-    ],
+    empty: "the curve begins with the first headline",
+    values: [...heights(points), ...marks.map(([value]) => value)],
+    traces: [line(points, colour("headline"), "headline", "solid", 2.5)],
     shapes: marks.map(([value]) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value, line: { color: colour("muted"), width: 1, dash: "dot" } })),
     annotations: marks.map(([value, name]) => ({
       text: `${name} ${fixed(value, 2)}`,
@@ -113,7 +125,7 @@ export function headlineFigure(status) {
       x: 1,
       xanchor: "right",
       y: value,
-      yanchor: "bottom",
+      yanchor: last && value < last[1] ? "top" : "bottom", // away from the curve
       showarrow: false,
       font: { size: 11, color: colour("muted") },
     })),
@@ -129,6 +141,8 @@ export function blockFigure(block, status) {
   const key = JSON.stringify([losses.length, last, headline.length, headline.at(-1)]);
   const figure = (colour) => ({
     small: true,
+    empty: "the curve begins with the first round",
+    values: [...heights(headline), ...heights(losses)],
     traces: [line(headline, colour("headline"), "composed", "dot", 2), line(losses, colour("block"), "loss", "solid", 2)],
     label: last ? `Loss of block ${block.block}: from ${fixed(losses[0][1], 2)} to ${fixed(last[1], 3)} at ${short(last[0])} tokens` : `Loss of block ${block.block}: no round yet`,
   });

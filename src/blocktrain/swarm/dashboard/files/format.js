@@ -5,7 +5,7 @@ const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const fixed = (value, digits) => (missing(value) ? NONE : value.toFixed(digits));
 export const whole = (value) => (missing(value) ? NONE : grouped.format(value));
-export const percent = (value) => (missing(value) ? NONE : `${Math.round(value * 100)} %`);
+export const percent = (value) => (missing(value) ? NONE : value > 0 && value < 0.01 ? "< 1 %" : `${Math.round(value * 100)} %`);
 export const signed = (value) => (value < 0 ? `−${Math.abs(value).toFixed(3)}` : `+${value.toFixed(3)}`);
 
 function scaled(value, base, names) {

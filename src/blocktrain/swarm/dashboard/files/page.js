@@ -21,6 +21,7 @@ function showHeadline() {
   const { headline_ce: ce, headline_tokens: at } = status;
   put($("ce"), fixed(ce, 3));
   const meaning = typeof ce === "number" ? `Held-out cross entropy of the composed model. Lower is better. ${fixed(ce / Math.LN2, 2)} bits per byte` : "Not measured yet: the blocks are composed and scored now and then";
+  show($("ce").parentElement, typeof ce === "number");
   put($("ce-meaning"), `${meaning}${typeof at === "number" && typeof ce === "number" ? `, measured at ${whole(at)} tokens.` : "."}`);
   const marks = [
     ["n-gram", status.ngram_ce, "counting, order 5"],
@@ -60,6 +61,7 @@ function showRun() {
   chip($("state"), status.state);
   put($("reason"), status.reason ?? "");
   progress({ tokens: $("run-tokens"), share: $("run-share"), bar: $("run-bar") }, status.tokens, status.target_tokens);
+  show($("run-progress"), typeof status.tokens === "number");
   const live = (status.workers ?? []).filter((worker) => worker.state === "live");
   put($("f-live"), `${whole(live.length)} of ${whole((status.workers ?? []).length)}`);
   put($("f-speed"), `${short(live.reduce((sum, worker) => sum + (worker.tokens_per_s ?? 0), 0))} tokens/s`);
@@ -85,7 +87,7 @@ function showBlocks() {
   const blocks = status.blocks ?? [];
   const shown = allBlocks ? blocks : blocks.slice(0, FEW_BLOCKS);
   show($("blocks-empty"), blocks.length === 0);
-  put($("blocks-summary"), blocks.length ? `${whole(blocks.length)}: ${counts(blocks)}` : "");
+  put($("blocks-summary"), blocks.length ? `${whole(blocks.length)} in all: ${counts(blocks)}` : "");
   show($("map"), blocks.length > FEW_BLOCKS);
   map.show(blocks.length > FEW_BLOCKS ? blocks : [], (block) => block.block);
   cards.show(shown, (block) => block.block);
@@ -134,12 +136,13 @@ const cards = new Keyed(
     put(parts.name, `Block ${block.block}`);
     if (!element.ariaLabel) element.ariaLabel = `Block ${block.block}`;
     chip(parts.state, block.state);
-    put(parts.version, block.version);
+    put(parts.version, typeof block.version === "number" ? `version ${block.version}` : "");
     put(parts.loss, fixed(block.loss, 3));
     put(parts.participation, percent(block.participation));
     bars(parts.bars, block.participations ?? []);
     put(parts.reported, reported(block));
-    put(parts.moved, `${bytes(block.bytes_down)} / ${bytes(block.bytes_up)}`);
+    put(parts.down, bytes(block.bytes_down), `${whole(block.bytes_down)} bytes`);
+    put(parts.up, bytes(block.bytes_up), `${whole(block.bytes_up)} bytes`);
     put(parts.reason, block.reason ?? "", block.reason);
     progress(parts, block.tokens, block.target_tokens);
     clock(parts.deadline, block.deadline_in_s, -1, countdown);
@@ -162,7 +165,7 @@ function bars(svg, points) {
     ...last.map(([version, share], at) => {
       const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       const height = Math.max(1, 16 * Math.min(1, share ?? 0));
-      const place = { x: 72 - 3 * (last.length - at), y: 16 - height, width: 2, height, rx: 0.5 };
+      const place = { x: 3 * at, y: 16 - height, width: 2, height, rx: 0.5 };
       for (const [name, value] of Object.entries(place)) rect.setAttribute(name, value);
       const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
       title.textContent = `version ${version}: ${percent(share)}`;
@@ -203,7 +206,7 @@ function showWorkers() {
   const workers = status.workers ?? [];
   const found = (query ? workers.filter(matches) : [...workers]).sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) || byName.compare(a.worker, b.worker));
   const limit = Math.min(rows, MOST_WORKERS);
-  put($("workers-summary"), workers.length ? `${whole(workers.length)}: ${counts(workers)}` : "");
+  put($("workers-summary"), workers.length ? `${whole(workers.length)} in all: ${counts(workers)}` : "");
   show($("workers-empty"), found.length === 0);
   put($("workers-empty"), workers.length ? "No worker matches." : "No worker has joined yet.");
   show($("workers-box"), found.length > 0);
@@ -261,8 +264,8 @@ function makeLine() {
 
 const showRefusals = lines("refusals", makeLine, ({ when, who, text }, refusal) => {
   clock(when, refusal.s_ago, 1, ago);
-  const block = typeof refusal.block === "number" ? ` · block ${refusal.block}` : "";
-  put(who, `${refusal.worker ?? "–"}${block}`, refusal.worker);
+  const block = typeof refusal.block === "number" ? `block ${refusal.block} · ` : "";
+  put(who, `${block}${refusal.worker ?? "–"}`, refusal.worker); // the name may be long and is clipped
   put(text, refusal.reason);
 });
 
@@ -275,6 +278,8 @@ const showLog = lines("log", makeLine, ({ when, who, text }, entry) => {
 function showBytes() {
   const kinds = Object.entries(status.bytes?.by_kind ?? {}).filter(([, count]) => typeof count === "number");
   const total = kinds.reduce((sum, [, count]) => sum + count, 0);
+  show($("kinds-empty"), kinds.length === 0);
+  show($("kinds"), kinds.length > 0);
   kindRows.show(
     kinds.map(([kind, count]) => ({ kind, count, share: total ? count / total : 0 })),
     ({ kind }) => kind,
