@@ -18,6 +18,7 @@ import traceback
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from typing import Annotated, Any
 
 import anyio
@@ -323,9 +324,10 @@ class Service:
             return Answer(kind="ok", reason="the run goes on")
 
         @app.get("/v1/hello")
-        def hello(request: Request, nonce: Annotated[str, Query(pattern=r"^[0-9a-f]{8,64}$")]) -> Hello:
+        def hello(request: Request, response: Response, nonce: Annotated[str, Query(pattern=r"^[0-9a-f]{8,64}$")]) -> Hello:
             """Who this coordinator is, proved by a signature over the caller's nonce."""
             self._limit(f"door {_address(request)}", self.coordinator.config.limits.joins_per_minute, 60)
+            response.headers["date"] = formatdate(usegmt=True)  # for people who compare logs; nothing depends on it
             return coordinator.hello(nonce)
 
         @app.get("/v1/run")
