@@ -45,7 +45,8 @@ from blocktrain.swarm.protocol import (
     hello_text,
     join_text,
 )
-from blocktrain.swarm.worker import Told, WorkerStopped
+from blocktrain.swarm.replies import Again, heard
+from blocktrain.swarm.worker import WorkerStopped
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -57,14 +58,6 @@ FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  #
 DAMAGED = 5  # times that a file may arrive with the wrong digest
 UNREADABLE = 3  # answers in a row that are none
 REPLY_BYTES = 1 << 26  # of the longest message
-
-
-class _Again(Exception):
-    """A request to repeat, after so many seconds if that is known."""
-
-    def __init__(self, reason: str, after_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
 
 
 class _Damaged(Exception):
@@ -119,7 +112,7 @@ class HttpLink:
         try:
             pem = ssl.get_server_certificate((self.line.host, self.line.port), timeout=10)
         except OSError as error:
-            raise _Again(f"cannot connect: {error}") from None
+            raise Again(f"cannot connect: {error}") from None
         self._check_fingerprint(pem)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -239,7 +232,7 @@ class HttpLink:
             after = None
             try:
                 return await once()
-            except _Again as error:
+            except Again as error:
                 reason, after = str(error), error.after_s
             except _Damaged as error:
                 reason, unreadable = str(error), unreadable + 1
@@ -299,7 +292,7 @@ class HttpLink:
         async with http.stream("GET", f"/v1/blobs/{blob.name}", headers=headers, timeout=FILE_TIMEOUT) as response:
             if response.status_code not in (200, 206):
                 _read(await _whole(response), Answer)
-                raise _Again(f"{blob.name}: status {response.status_code}")
+                raise Again(f"{blob.name}: status {response.status_code}")
             with open(scratch, "ab" if response.status_code == 206 else "wb") as file:
                 size = have if response.status_code == 206 else 0
                 async for chunk in response.aiter_raw():  # as it comes: what is here when the connection breaks is kept
@@ -308,10 +301,10 @@ class HttpLink:
                         break
                     await asyncio.to_thread(file.write, chunk)
         if size < blob.size:
-            raise _Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
+            raise Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
         if size > blob.size:
             scratch.unlink()
-            raise _Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
+            raise Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
 
 
 def _sha256(path: Path) -> str:
@@ -349,7 +342,7 @@ def _check_protocol(reply: _Reply) -> None:
 
 
 def _read(reply: _Reply, kind: type[M], *, damaged_is_again: bool = False) -> M:
-    """A message from a reply; raises _Again or _Damaged where it may be repeated, Told where the coordinator says no."""
+    """A message from a reply; raises Again or _Damaged where it may be repeated, Told where the coordinator says no."""
     if reply.status == 200:
         try:
             return kind.model_validate_json(reply.content)
@@ -359,10 +352,6 @@ def _read(reply: _Reply, kind: type[M], *, damaged_is_again: bool = False) -> M:
         answer = Answer.model_validate_json(reply.content)
     except ValidationError:
         if reply.status >= 500 or reply.status in (408, 425, 429):
-            raise _Again(f"status {reply.status}") from None
+            raise Again(f"status {reply.status}") from None
         raise _Damaged(f"{reply.path}: status {reply.status}, not from a BlockTrain coordinator") from None
-    busy = reply.status >= 500 or reply.status in (400, 408)
-    too_many = reply.status == 429 and answer.reason.startswith("more than")
-    if busy or too_many or (damaged_is_again and answer.kind == "resend"):
-        raise _Again(answer.reason, answer.retry_after_s or None)
-    raise Told(answer.kind, answer.reason, answer.retry_after_s)
+    raise heard(reply.status, answer, damaged_is_again=damaged_is_again)
