@@ -1,10 +1,12 @@
 """Real coordinators and workers for tests of faults: processes with files for their output, and what a run folder says afterwards.
 
-Every wait has a limit and shows the processes' output where it is passed.
+They are forked from a process that has imported everything (forge.py), or started as `python -m blocktrain` where a test wants that. Every wait has a limit and
+shows the processes' output where it is passed.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -13,15 +15,17 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from blocktrain.config import load_config
 from blocktrain.swarm.parts import Layout, layout_of
 from blocktrain.swarm.store import Store, open_store
+from tests.faults.forge import Forge
 
 MODEL = (
     *("model.blocks=2", "model.layers_per_block=1", "model.width=32", "model.heads=2", "model.positions=32", "model.embed_dim=16"),
@@ -42,28 +46,42 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@cache
+def forge() -> Forge:
+    """One for the test run."""
+    made = Forge()
+    atexit.register(made.close)
+    return made
+
+
 @dataclass
 class Process:
-    """A process and the file that it writes to."""
+    """A process and the file that it writes to; `popen` only where it was not forked."""
 
-    popen: subprocess.Popen[bytes]
+    pid: int
     log: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+    def poll(self) -> int | None:
+        return self.popen.poll() if self.popen else forge().poll(self.pid)
 
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        if self.popen.poll() is None:
-            self.popen.send_signal(number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def end(self, limit_s: float = LIMIT_S) -> int:
         """Its exit code, once it has ended."""
-        try:
-            return self.popen.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"did not end in {limit_s:.0f} s:\n{self.output}") from None
+        limit = time.monotonic() + limit_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                self.kill()
+                raise AssertionError(f"{self.log.name} did not end in {limit_s:.0f} s:\n{self.output}")
+            time.sleep(0.03)
+        return code
 
 
 @dataclass
@@ -85,32 +103,38 @@ class Swarm:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.popen.wait()
+            process.end()
 
     @property
     def run(self) -> Path:
         return self.run_folder or self.folder / "run"
 
-    def start(self, name: str, arguments: Iterable[str], crash: str = "", patch: str = "") -> Process:
-        """A blocktrain command; with `patch`, that Python runs in it first."""
+    def start(self, name: str, arguments: list[str], crash: str = "", patch: str = "", fresh: bool = False) -> Process:
+        """A blocktrain command; with `patch`, that Python runs in it first. `fresh`: an interpreter of its own."""
         log = self.folder / f"{name}-{len(self.processes)}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BLOCKTRAIN_CRASH_AT": crash}
-        begin = ["-c", f"{patch}\nfrom blocktrain.__main__ import main\nmain()"] if patch else ["-m", "blocktrain"]
-        with open(log, "wb") as file:
-            popen = subprocess.Popen([sys.executable, *begin, *arguments], env=environment, stdout=file, stderr=subprocess.STDOUT)
-        self.processes.append(Process(popen, log))
-        return self.processes[-1]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BLOCKTRAIN_CRASH_AT": crash}
+        if fresh:
+            assert not patch, "only forked processes are patched"
+            with open(log, "wb") as file:
+                command = [sys.executable, "-m", "blocktrain", *arguments]
+                popen = subprocess.Popen(command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT)
+            process = Process(popen.pid, log, popen)
+        else:
+            process = Process(forge().start(arguments, str(log), environment, patch), log)
+        self.processes.append(process)
+        return process
 
-    def coordinator(self, *more: str, crash: str = "", patch: str = "") -> Process:
+    def coordinator(self, *more: str, crash: str = "", patch: str = "", fresh: bool = False) -> Process:
         sets = [f"--set={setting}" for setting in (*MODEL, *ROUNDS, *self.settings)]
         arguments = ["coordinator", str(self.run), "--listen", f"127.0.0.1:{self.port}", "--data", str(self.text), "--no-evaluate", *sets, *more]
-        return self.start("coordinator", arguments, crash, patch or self.patch)
+        return self.start("coordinator", arguments, crash, "" if fresh else patch or self.patch, fresh)
 
-    def worker(self, name: str = "w", *more: str, crash: str = "", patch: str = "") -> Process:
+    def worker(self, name: str = "w", *more: str, crash: str = "", patch: str = "", fresh: bool = False) -> Process:
         """Starts as soon as there is a line to join by."""
         line = self.run / "swarm" / "join-line"
         self.until(line.exists, "a join line")
-        return self.start(name, ["worker", line.read_text(), "--name", name, "--folder", str(self.folder / name), *more], crash, patch)
+        arguments = ["worker", line.read_text(), "--name", name, "--folder", str(self.folder / name), *more]
+        return self.start(name, arguments, crash, patch, fresh)
 
     def until(self, condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
         """What the condition says, once that is something."""
@@ -126,7 +150,7 @@ class Swarm:
             assert process.end() == 0, self.outputs()
 
     def outputs(self) -> str:
-        return "\n".join(f"--- {process.log.name} ({process.popen.poll()})\n{process.output}" for process in self.processes)
+        return "\n".join(f"--- {process.log.name} ({process.poll()})\n{process.output}" for process in self.processes)
 
     # --- What the folder says ---
 

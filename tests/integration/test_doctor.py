@@ -174,7 +174,9 @@ def test_the_doctor_does_not_fall_ill(monkeypatch: pytest.MonkeyPatch, tmp_path:
 # --- The way's illnesses ---
 
 
-@pytest.mark.parametrize("line", ["", "hello", "http://127.0.0.1:7700", "ftp://t@127.0.0.1:1/aaaaaaaa/bbbbbbbb", "http://t@h:99999/aaaaaaaa/bbbbbbbb"])
+@pytest.mark.parametrize(
+    "line", ["", "hello", "http://127.0.0.1:7700", "ftp://t@127.0.0.1:1/aaaaaaaa/bbbbbbbb", "http://t@h:99999/aaaaaaaa/bbbbbbbb"]
+)
 def test_a_line_that_is_none(line: str, tmp_path: Path):
     found = ask(line, tmp_path)
     assert_only(found, "join line", "join line:", "copy the whole line")
@@ -360,7 +362,9 @@ def test_a_paused_run_is_noted(served: Served, tmp_path: Path, monkeypatch: pyte
     assert found["latency"].verdict == "ok"
 
 
-@pytest.mark.parametrize(("date", "words"), [("Mon, 01 Jan 2001 00:00:00 GMT", "behind"), ("Tue, 01 Jan 2069 00:00:00 GMT", "ahead of"), ("soon", "not tell")])
+@pytest.mark.parametrize(
+    ("date", "words"), [("Mon, 01 Jan 2001 00:00:00 GMT", "behind"), ("Tue, 01 Jan 2069 00:00:00 GMT", "ahead of"), ("soon", "not tell")]
+)
 def test_a_clock_that_is_off_is_only_noted(date: str, words: str, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("blocktrain.swarm.server.formatdate", lambda **_: date)
     found = ask(served.line(), tmp_path)
@@ -380,7 +384,9 @@ def test_the_text_is_here_or_will_be_fetched(served: Served, tmp_path: Path):
 # --- The command ---
 
 
-def test_the_command_prints_and_ends_with_1_if_something_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_prints_and_ends_with_1_if_something_is_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli.run(["doctor", f"http://aaaaaaaa@127.0.0.1:{closed_port()}/aaaaaaaa/bbbbbbbb"]) == 1
     printed = capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_both_close_the_same_round_at_once_and_one_wins(pair: tuple[Coordinator,
             if work is not None:
                 worker.push(pair[(i + 1) % 2], work, 0.1 * i + round_ + 0.01)
         made: list[int] = []
-        threads = [threading.Thread(target=lambda c=c: made.append(c.tick())) for c in pair]
+        threads = [threading.Thread(target=lambda c=c, made=made: made.append(c.tick())) for c in pair]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -74,7 +74,8 @@ from blocktrain.swarm.state import (
 from blocktrain.swarm.store import BlobSource, BlobWriter, FileWriter, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
-SNAPSHOT_EVERY = 500  # events of journal
+SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
+FLUSH_S = 1.0  # for so long the ledger's newest bytes may be in memory only
 NOTES_KEPT = 1000
 SWEEP_S = 60.0  # between looks for parts of uploads that nobody will finish
 
@@ -117,7 +118,7 @@ class PartWriter:
 class Refused(Exception):
     """A request that ends with an answer of the rules, or of the door before them."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Any) -> None:  # an Answer of the rules, or one that is a message already
         super().__init__(answer.reason)
         self.answer = answer
 
@@ -160,10 +161,14 @@ class Coordinator:
         self._lock, self._closing = threading.RLock(), threading.Lock()
         self._offset, self.seq, self._swept_at = 0.0, 0, clock()
         self._bytes: dict[tuple[str, str, str, str], int] = {}
-        self._bytes_lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
+        self._snapshot_seq = 0
+        self._caught_up = False  # nothing has been read from the journal since our own newest event
+        self._sessions: dict[str, Session] = {}  # by the hash of their secret
+        self._secrets: dict[str, str] = {}  # worker -> that hash
         self._busy: set[str] = set()  # keys of uploads of which a request is being answered
         self._again = False  # something that is due could not be done
+        self._norms: dict[str, dict[str, float]] = {}  # of pending updates, by part
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
         self.problem = ""  # why the run cannot go on just now
@@ -213,6 +218,7 @@ class Coordinator:
         with self.store.transaction() as tx:
             newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
             self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
+            self._snapshot_seq = self.seq
             self._catch_up(tx)
 
     def _catch_up(self, tx: Transaction) -> None:
@@ -246,22 +252,24 @@ class Coordinator:
                     self._catch_up(tx)
                     event = make(self.now())
                     answer = self.machine.apply(event)
-                    tx.put(store.events, seq=self.seq + 1, event=to_tagged_json(event))
+                    tx.append(self.seq + 1, to_tagged_json(event))
                     also(tx, answer)
-                    self._flush_bytes(tx)
+                    self._flush_bytes(tx, FLUSH_S)
                 self.seq += 1
+                self._caught_up = True
             except BaseException as error:
                 self._reload()
                 if isinstance(error, OSError):
                     self._pause(str(error))
                 raise
             self._resume()
-            if self.seq % SNAPSHOT_EVERY == 0:
+            if self.seq - self._snapshot_seq >= SNAPSHOT_EVERY + len(self.machine.state.assignments) + len(self.machine.state.workers):
                 self._snapshot()
         self.changed()
         return answer
 
     def _snapshot(self) -> None:
+        self._snapshot_seq = self.seq
         try:
             with self.store.transaction() as tx:
                 tx.put(store.snapshots, seq=self.seq, state=to_json(self.machine.state))
@@ -294,15 +302,18 @@ class Coordinator:
     # --- The ledger ---
 
     def count(self, worker: str, part: str, kind: str, direction: str, num_bytes: int) -> None:
-        """Bytes that moved; they reach the database with the next event or tick."""
+        """Bytes that moved; they reach the database with the first event or tick when FLUSH_S have passed since the last did."""
         if num_bytes:
             with self._bytes_lock:
                 place = worker, part, kind, direction
                 self._bytes[place] = self._bytes.get(place, 0) + num_bytes
 
-    def _flush_bytes(self, tx: Transaction) -> None:
+    def _flush_bytes(self, tx: Transaction, every_s: float = 0.0) -> None:
+        now = self.clock()
+        if now < self._flushed_at + every_s and len(self._bytes) < SNAPSHOT_EVERY:
+            return
         with self._bytes_lock:
-            counted, self._bytes = self._bytes, {}
+            counted, self._bytes, self._flushed_at = self._bytes, {}, now
         try:
             tx.add_bytes(counted)
         except BaseException:
@@ -399,7 +410,7 @@ class Coordinator:
         answer = self.record(lambda now: Join(now, worker, request.process, request.capacity, request.takeover), also)
         if answer.refused:
             raise Refused(answer)
-        self._sessions = {secret: held for secret, held in self._sessions.items() if held.worker != worker}
+        self._sessions.pop(self._secrets.pop(worker, ""), None)
         self.log(f"worker {worker} joined, it can hold {request.capacity} block{'s' * (request.capacity != 1)}")
         return JoinReply(worker=worker, session=session, reason=answer.reason, heartbeat_s=self.machine.state.rules.heartbeat_limit_s / 4)
 
@@ -417,6 +428,8 @@ class Coordinator:
             if not rows:
                 raise Refused(Answer("revoked", "session: unknown, or another process of this worker has joined since"))
             found = self._sessions[digest] = Session(rows[0]["worker"], rows[0]["process"])
+            self._sessions.pop(self._secrets.get(found.worker, ""), None)
+            self._secrets[found.worker] = digest
         self._require_right(found.worker)
         return found
 
@@ -667,7 +680,9 @@ class Coordinator:
 
         answer = self.record(lambda now: Push(now, who.worker, who.process, request.key, request.num_samples, fault), also)
         crash.point("commit.after_record")
-        if not answer.accepted:
+        if answer.accepted:
+            self._norms[request.key] = norms
+        else:
             self._refused(who.worker, assignment.blocks[0], answer.reason)
             self.store.blobs.delete(names)
         self.tick_soon()
@@ -700,11 +715,18 @@ class Coordinator:
             copies = tx.rows(
                 sa.select(store.updates.c.key).where(same, store.updates.c.kind.in_(["fresh", "late"]), store.updates.c.key != assignment.key)
             )
-            others = tx.rows(sa.select(store.updates.c.metrics).where(store.updates.c.key.in_(pending))) if pending else []
         if copies and any(norms.values()):  # whoever's rate is 0 moves nothing, and honestly so
             return norms, f"its bytes are those of update {copies[0]['key']}: copied or replayed"
         rule = NormRule(self.config.outer.norm_limit, self.config.outer.norm_beyond)
-        return norms, aggregate.norm_fault(norms, [json.loads(row["metrics"])["norms"] for row in others], rule)
+        return norms, aggregate.norm_fault(norms, self._norms_of(pending), rule)
+
+    def _norms_of(self, keys: set[str]) -> list[dict[str, float]]:
+        """Norms of accepted updates; most were measured by this process."""
+        if missing := keys - self._norms.keys():
+            with self.store.transaction() as tx:
+                rows = tx.rows(sa.select(store.updates.c.key, store.updates.c.metrics).where(store.updates.c.key.in_(missing)))
+            self._norms |= {row["key"]: json.loads(row["metrics"])["norms"] for row in rows}
+        return [self._norms[key] for key in keys if key in self._norms]
 
     def _refused(self, worker: str, block: int | None, reason: str) -> None:
         self.log(f"worker {worker}: refused: {reason}")
@@ -740,10 +762,11 @@ class Coordinator:
 
     def _due(self) -> list[Decision]:
         with self._lock:
-            with self.store.transaction() as tx:
-                self._catch_up(tx)
-                if self._bytes:
-                    self._flush_bytes(tx)
+            caught_up, self._caught_up = self._caught_up, False
+            if not caught_up:  # what other processes append in the meantime, the next tick or event sees
+                with self.store.transaction() as tx:
+                    self._catch_up(tx)
+                    self._flush_bytes(tx, FLUSH_S)
             return self.machine.due(self.now())
 
     def _carry_out(self, decision: Decision) -> int:
@@ -784,6 +807,8 @@ class Coordinator:
                 self._again = True
                 return 0
             self.log(answer.reason)
+            for key in rows:
+                self._norms.pop(key, None)
             self._drop_old(manifests, rows)
         self.closed()
         self.changed()
@@ -793,27 +818,19 @@ class Coordinator:
         part, outer = part_of(decision.block), self.config.outer
         arrived = {key: there for key, row in rows.items() if (there := self._arrived(row))}
         shares = [share for share in decision.shares if share.key in arrived]
-        rule = NormRule(outer.norm_limit, outer.norm_beyond)
-        found = aggregate.contributions(part, self.layout, shares, arrived, rule)
-        base = self.manifest(part, decision.version)
         crash.point("close.before_write")
-        outer_rule = OuterRule(outer.optimizer, outer.lr, outer.momentum)
-        step = aggregate.Step(self.store.blobs, self.layout, part, base, found, outer_rule, decision.fresh, outer.down_codec)
-        manifests = [aggregate.next_version(step) | self._story(decision, rows)]
+
+        def step(part: str, before: dict[str, Any], rule: OuterRule) -> dict[str, Any]:
+            norms = NormRule(outer.norm_limit, outer.norm_beyond)
+            found = aggregate.contributions(part, decision.block, self.layout, shares, arrived, norms)
+            blobs, fresh = self.store.blobs, decision.fresh
+            return aggregate.next_version(aggregate.Step(blobs, self.layout, part, decision.block, before, found, rule, fresh, outer.down_codec))
+
+        moved = step(part, self.manifest(part, decision.version), OuterRule(outer.optimizer, outer.lr, outer.momentum))
+        manifests = [moved | self._story(decision, rows)]
         crash.point("close.after_block")
         if interface >= 0:
-            shared = aggregate.contributions(INTERFACE, self.layout, shares, arrived, rule)
-            step = aggregate.Step(
-                self.store.blobs,
-                self.layout,
-                INTERFACE,
-                self.manifest(INTERFACE, interface),
-                shared,
-                aggregate.interface_rule(self.layout),
-                decision.fresh,
-                outer.down_codec,
-            )
-            manifests.append(aggregate.next_version(step) | {"block": decision.block})
+            manifests.append(step(INTERFACE, self.manifest(INTERFACE, interface), OuterRule()) | {"block": decision.block})
             crash.point("close.after_interface")
         return manifests
 
@@ -826,7 +843,15 @@ class Coordinator:
         block = self.machine.state.blocks[decision.block]
         tokens = block.tokens + sum(u.tokens for u in block.pending if u.key in rows)
         share = decision.reported / decision.assigned if decision.assigned else None
-        return {"shares": shares, "reason": decision.reason, "ce": ce, "tokens": tokens, "fresh": decision.fresh, "participation": share}
+        return {
+            "block": decision.block,
+            "shares": shares,
+            "reason": decision.reason,
+            "ce": ce,
+            "tokens": tokens,
+            "fresh": decision.fresh,
+            "participation": share,
+        }
 
     def _arrived(self, row: Mapping[str, Any]) -> aggregate.Arrived | None:
         """An update as it was accepted; None, with a word in the log, where its bytes have been lost or damaged since."""

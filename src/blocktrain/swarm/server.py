@@ -4,7 +4,7 @@ Every request but hello, status and the page shows a secret: a token to join, a 
 limited; before a session is looked up its address or worker is held to a rate. Bytes are counted as they pass, headers included, and booked on the
 worker and part they belong to. Files are served in ranges to a limited number at a time; who comes later is told its place in line.
 
-Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; STATUS says which code a kind becomes.
+Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; replies.py says which code a kind becomes.
 (No postponed annotations here: the parameters of handlers are read when they are defined.)
 """
 
@@ -47,17 +47,12 @@ from blocktrain.swarm.protocol import (
     JoinRequest,
     RunInfo,
 )
+from blocktrain.swarm.replies import ASK_WAIT_S, answered, find_blob, given_back, granted, refusal
 from blocktrain.swarm.status import status
 
-STATUS = {
-    **dict.fromkeys(("ok", "assigned", "wait", "finished", "fresh", "late"), 200),
-    **{"revoked": 401, "forbidden": 403, "unknown": 404, "conflict": 409, "resend": 409, "too_old": 410, "returned": 410},
-    **{"unfit": 422, "invalid": 422, "suspended": 429},
-}
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 422, 429, 431, 500, 503, 507)
 }
-BLOB = re.compile(r"(versions|text)/[A-Za-z0-9._/-]{1,200}")
 CHUNK = 1 << 20
 PIECES = 1 << 19  # bytes of a part that are written at once
 DISK_THREADS = 4  # that write parts
@@ -67,7 +62,6 @@ STALL_S = 60.0  # without a byte, either way
 SLOWEST = 1024  # bytes a second
 EACH = 2  # downloads, or parts that come in, of one worker at once
 LINE_S = 15.0  # a place in line is kept for so long without a request
-ASK_WAIT_S = 5.0  # an ask that finds nothing waits so long for a round to end
 
 FileResponse.chunk_size = CHUNK
 
@@ -292,8 +286,8 @@ class Service:
         app = FastAPI(title="BlockTrain coordinator", version="1", openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None, responses=ERRORS)
         app.add_middleware(Door, coordinator=self.coordinator)
         app.exception_handler(Refused)(_refused)
-        app.exception_handler(BlockTrainError)(_wrong)
-        app.exception_handler(OSError)(_no_room)
+        app.exception_handler(BlockTrainError)(_refused)
+        app.exception_handler(OSError)(_refused)
         app.exception_handler(RequestValidationError)(_invalid)
         app.exception_handler(HTTPException)(_http_error)
         app.exception_handler(ClientDisconnect)(_gone)
@@ -353,7 +347,7 @@ class Service:
         @app.post("/v1/beat")
         def beat(session: who) -> Answer:  # type: ignore[valid-type]
             """A sign of life."""
-            return _answered(coordinator.beat(session))
+            return answered(coordinator.beat(session))
 
         @app.post("/v1/ask")
         async def ask(body: AskRequest, session: who) -> AskReply:  # type: ignore[valid-type]
@@ -362,39 +356,28 @@ class Service:
             if reply.kind == "wait":
                 await self._new_version(min(ASK_WAIT_S, reply.retry_after_s))
                 reply = await run_in_threadpool(coordinator.ask, session, body.ask)
-            if STATUS[reply.kind] != 200:
-                raise Refused(reply)  # type: ignore[arg-type]
-            return reply
+            return granted(reply)
 
         @app.post("/v1/begin")
         def begin(request: Request, body: BeginRequest, session: who) -> BeginReply:  # type: ignore[valid-type]
             """An upload is about to start: from here on it may finish late and still counts."""
-            reply = coordinator.begin(session, body)
-            if STATUS[reply.kind] != 200:
-                raise Refused(reply)  # type: ignore[arg-type]
-            return reply
+            return granted(coordinator.begin(session, body))
 
         @app.post("/v1/commit")
         async def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
             """An update is here whole."""
             async with self.gates:
-                reply = await run_in_threadpool(coordinator.commit, session, body)
-            if STATUS[reply.kind] != 200:
-                raise Refused(reply)  # type: ignore[arg-type]
-            return reply
+                return granted(await run_in_threadpool(coordinator.commit, session, body))
 
         @app.post("/v1/give-back")
         def give_back(body: GiveBackRequest, session: who) -> Answer:  # type: ignore[valid-type]
             """An assignment will not be finished."""
-            answer = coordinator.give_back(session, body.key, body.why)
-            if answer.kind not in ("returned", "too_old"):
-                raise Refused(answer)
-            return Answer(kind="ok", reason=answer.reason, key=body.key)
+            return given_back(coordinator.give_back(session, body.key, body.why), body.key)
 
         @app.post("/v1/leave")
         def leave(session: who) -> Answer:  # type: ignore[valid-type]
             """The worker stops; its open work is given to others."""
-            return _answered(coordinator.leave(session))
+            return answered(coordinator.leave(session))
 
     def _add_files(self, app: FastAPI) -> None:
         who = Annotated[Session, Depends(self._session)]
@@ -430,7 +413,7 @@ class Service:
         item = rate.RateLimitItemPerSecond(amount, seconds)
         if not self.window.hit(item, who):
             reset = self.window.get_window_stats(item, who).reset_time - time.time()
-            raise Refused(Answer(kind="suspended", reason=f"more than {amount} requests in {seconds} s", retry_after_s=max(0.1, reset)))  # type: ignore[arg-type]
+            raise Refused(Answer(kind="suspended", reason=f"more than {amount} requests in {seconds} s", retry_after_s=max(0.1, reset)))
 
     def _admit_part(self, session: Session, key: str, sha256: str, index: int) -> tuple[int, PartWriter]:
         """How long a part must be, and where it goes."""
@@ -442,7 +425,7 @@ class Service:
         coordinator, who = self.coordinator, session.worker
         request.state.account.update(kind="updates", part=coordinator.part_booked_on(key))
         if self.incoming[who] >= EACH:
-            raise Refused(Answer(kind="suspended", reason=f"more than {EACH} parts of one worker at once", retry_after_s=1.0))  # type: ignore[arg-type]
+            raise Refused(Answer(kind="suspended", reason=f"more than {EACH} parts of one worker at once", retry_after_s=1.0))
         self.incoming[who] += 1
         try:
             length, writer = await run_in_threadpool(self._admit_part, session, key, sha256, index)
@@ -481,10 +464,7 @@ class Service:
 
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
-        size = await run_in_threadpool(coordinator.store.blobs.size, name) if BLOB.fullmatch(name) and ".." not in name else None
-        if size is None:
-            raise HTTPException(404, f"blob {name[:100]}: there is none of that name, or not any more")
-        kind, part = ("text", "text") if name.startswith("text/") else ("weights", name.split("/")[1])
+        size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
 
         def file() -> Response:
             request.state.account.update(kind=kind, part=part)
@@ -545,12 +525,6 @@ def _address(request: Request) -> str:
     return request.client.host if request.client else "?"
 
 
-def _answered(answer: Any) -> Answer:
-    if STATUS[answer.kind] != 200:
-        raise Refused(answer)
-    return Answer(kind=answer.kind, reason=answer.reason, key=answer.key)
-
-
 def _reply(code: int, kind: str, reason: str, **more: Any) -> JSONResponse:
     headers = {"retry-after": str(max(1, round(more["retry_after_s"])))} if more.get("retry_after_s") else {}
     if code == 401:
@@ -559,18 +533,8 @@ def _reply(code: int, kind: str, reason: str, **more: Any) -> JSONResponse:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    answer = error.answer
-    left = getattr(answer, "retry_after_s", 0.0) or getattr(answer, "time_left_s", 0.0)
-    code = 503 if answer.kind == "wait" else STATUS[answer.kind]
-    return _reply(code, answer.kind, answer.reason, key=answer.key, retry_after_s=left)
-
-
-async def _wrong(_: Request, error: Any) -> Response:
-    return _reply(422, "invalid", str(error))
-
-
-async def _no_room(_: Request, error: Any) -> Response:
-    return _reply(507, "wait", f"the coordinator cannot write: {error}"[:300], retry_after_s=5.0)
+    code, answer = refusal(error)
+    return _reply(code, answer.kind, answer.reason, key=answer.key, retry_after_s=answer.retry_after_s)
 
 
 async def _invalid(_: Request, error: Any) -> Response:

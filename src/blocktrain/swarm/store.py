@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import obstore
 import sqlalchemy as sa
 from obstore.store import LocalStore, MemoryStore, from_url
 from sqlalchemy import event, exc, pool
+from sqlalchemy.dialects import postgresql, sqlite
 
 from blocktrain.errors import CheckpointError
 
@@ -126,15 +128,15 @@ class Transaction:
         self.connection = connection
 
     def events_after(self, seq: int) -> list[tuple[int, str]]:
-        rows = self.connection.execute(sa.select(events.c.seq, events.c.event).where(events.c.seq > seq).order_by(events.c.seq))
-        return [(row.seq, row.event) for row in rows]
+        return [(row[0], row[1]) for row in self.connection.execute(_EVENTS_AFTER, {"seq": seq}).all()]
+
+    def append(self, seq: int, event: str) -> None:
+        """The journal's next event; fails where another process has appended one under this `seq`."""
+        self.connection.execute(_APPEND, {"seq": seq, "event": event})
 
     def put(self, table: sa.Table, **values: Any) -> None:
         """Insert a row, or replace the one with the same key."""
-        keys = [column.name for column in table.primary_key.columns if column.name in values]
-        if keys:
-            self.connection.execute(table.delete().where(*(table.c[key] == values[key] for key in keys)))
-        self.connection.execute(table.insert().values(**values))
+        self.connection.execute(_put_statement(self.connection.dialect.name, table, tuple(values)), values)
 
     def rows(self, query: Any) -> list[Row]:
         return [dict(row._mapping) for row in self.connection.execute(query)]
@@ -145,10 +147,35 @@ class Transaction:
 
     def add_bytes(self, counts: Mapping[tuple[str, str, str, str], int]) -> None:
         """Add to the ledger: (worker, part, kind, direction) -> bytes."""
-        for (worker, part, kind, direction), count in counts.items():
-            same = (ledger.c.worker == worker, ledger.c.part == part, ledger.c.kind == kind, ledger.c.direction == direction)
-            if not self.execute(ledger.update().where(*same).values(bytes=ledger.c.bytes + count)):
-                self.connection.execute(ledger.insert().values(worker=worker, part=part, kind=kind, direction=direction, bytes=count))
+        if counts:
+            rows = [{"worker": w, "part": p, "kind": k, "direction": d, "bytes": count} for (w, p, k, d), count in counts.items()]
+            self.connection.execute(_add_statement(self.connection.dialect.name), rows)
+
+
+_EVENTS_AFTER = sa.select(events.c.seq, events.c.event).where(events.c.seq > sa.bindparam("seq")).order_by(events.c.seq)
+_APPEND = events.insert()
+
+
+def _insert(dialect: str, table: sa.Table) -> Any:
+    """An insert that can say what to do with a row that is there: what SQLite and PostgreSQL share beyond the standard."""
+    if dialect not in ("sqlite", "postgresql"):
+        raise CheckpointError(f"database: {dialect} is not known to work; use SQLite or PostgreSQL")
+    return (sqlite if dialect == "sqlite" else postgresql).insert(table)
+
+
+@cache
+def _put_statement(dialect: str, table: sa.Table, names: tuple[str, ...]) -> Any:
+    keys = [column.name for column in table.primary_key.columns if column.name in names]
+    statement = _insert(dialect, table)
+    return statement.on_conflict_do_update(index_elements=keys, set_={name: statement.excluded[name] for name in names}) if keys else statement
+
+
+@cache
+def _add_statement(dialect: str) -> Any:
+    statement = _insert(dialect, ledger)
+    return statement.on_conflict_do_update(
+        index_elements=["worker", "part", "kind", "direction"], set_={"bytes": ledger.c.bytes + statement.excluded.bytes}
+    )
 
 
 class Blobs:

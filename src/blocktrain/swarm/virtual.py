@@ -1,7 +1,8 @@
 """An asyncio event loop whose clock is made up: when nothing is ready it jumps to the next timer, so hours pass in the time that their work takes.
 
-Everything happens in one thread and in one order, so the same program does the same things again: `asyncio.to_thread` and executors run their function at
-once and in place, and there are no sockets, pipes or signals. A loop on which every task waits and no timer is set can never go on: it raises Deadlock.
+Everything happens in one thread and in one order, so the same program does the same things again: `asyncio.to_thread` and executors run their
+function at once and in place, and there are no sockets, pipes or signals. A loop on which every task waits and no timer is set can never go on: it
+raises Deadlock.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to
 MARGIN_S = 0.5
 RESENDS = 5
 LANES = 2  # parts of an update on their way at once
+PATIENT_S = 2.0  # beyond the heartbeat limit, for a place that a killed process may still hold
 DIVERGED = 3  # assignments that may diverge before the worker gives up
 
 
@@ -119,6 +120,7 @@ class Worker:
     diverged: int = 0
     _upload_s: float | None = None
     _heartbeat_s: float = 5.0
+    _limit_s: float = 30.0  # of silence, after which a worker counts as gone
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def stop(self) -> None:
@@ -131,6 +133,7 @@ class Worker:
             info = await self.link.info()
             capacity = self.engine.configure(info)
             capacity = min(capacity, self.max_span) if self.max_span else capacity
+            self._limit_s = float(info.config["round"]["heartbeat_limit_s"])
             await self._join(capacity)
             beats = asyncio.ensure_future(self._beats())
             try:
@@ -148,9 +151,23 @@ class Worker:
             await self.link.close()
 
     async def _join(self, capacity: int) -> None:
-        reply = await self.link.join(capacity, self.takeover)
+        reply = await self._place(capacity)
         self.name, self._heartbeat_s = reply.worker, reply.heartbeat_s
         self.say(f"joined as {reply.worker}, {capacity} block{'s' * (capacity != 1)} fit here")
+
+    async def _place(self, capacity: int) -> JoinReply:
+        """The worker's place. Where an earlier process of its own was killed, that is free once it has been silent for long enough."""
+        end, told = _now() + self._limit_s + PATIENT_S, False
+        while True:
+            try:
+                return await self.link.join(capacity, self.takeover)
+            except Told as error:
+                if error.kind != "conflict" or self.stopping or _now() > end:
+                    raise
+                if not told:
+                    self.say(f"{error.reason}; waits {end - _now():.0f} s in case that process is gone")
+                told = True
+            await self._rest(PATIENT_S / 2)
 
     async def _beats(self) -> None:
         """Signs of life, beside everything else."""
@@ -220,7 +237,8 @@ class Worker:
         except DivergedError as error:
             self.engine.settled(work, False)
             self.diverged += 1
-            await self.link.give_back(work.key, str(error)[:200])
+            with contextlib.suppress(Told):  # its time may have passed
+                await self.link.give_back(work.key, str(error)[:200])
             if self.diverged >= DIVERGED:
                 raise
             self.say(f"{blocks}: {error}")
