@@ -119,12 +119,12 @@ class Served:
         return JoinLine(self.scheme, "127.0.0.1", port or self.port, token or self.token, self.coordinator.run_id, mark)
 
     def link(self, name: str = "w", *, port: int | None = None, process: str = "p1", key: identity.WorkerKey | None = None, **more: Any) -> HttpLink:
-        more = {"patience_s": 20.0, **more}
+        more = {"patience_s": 60.0, **more}
         return HttpLink(self.line(port=port), name, key or identity.new_worker_key(), process=process, **more)
 
     def http(self, session: str = "") -> httpx2.Client:
         headers = {"authorization": f"Bearer {session}"} if session else {}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=20, trust_env=False)
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
 
     def log(self) -> str:
         return "\n".join(text for _, text in self.coordinator.logged())
@@ -154,7 +154,7 @@ def serve(coordinator: Coordinator, *, port: int = 0, ticking: bool = True, file
         assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], Any], limit_s: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
     end = time.monotonic() + limit_s
     while not (found := condition()):
         assert time.monotonic() < end, "it never came to be"
@@ -285,7 +285,7 @@ async def until_updates(worker: Worker, count: int) -> str:
     return await task
 
 
-def in_time(work: Coroutine[Any, Any, Any], limit_s: float = 30.0) -> Any:
+def in_time(work: Coroutine[Any, Any, Any], limit_s: float = 120.0) -> Any:
     return asyncio.run(asyncio.wait_for(work, limit_s))
 
 
