@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from blocktrain.errors import BlockTrainError
 from blocktrain.streams import Source
@@ -37,7 +37,7 @@ from blocktrain.swarm.protocol import (
     join_text,
 )
 from blocktrain.swarm.replies import ASK_WAIT_S, Again, answered, find_blob, given_back, granted, heard, refusal
-from blocktrain.swarm.worker import WorkerStopped
+from blocktrain.swarm.worker import Told, WorkerStopped
 
 T = TypeVar("T")
 HEADERS_UP, HEADERS_DOWN = 230, 140  # bytes of a request and of a reply beside their bodies, as HTTP/1.1 has them here
@@ -92,9 +92,10 @@ class SimLink:
         dice: random.Random,
         closed: Bell,
         say: Callable[[str], None] = lambda _: None,
+        told: Callable[[str], None] = lambda _: None,  # gets the kind of each refusal of an update
     ) -> None:
         self.coordinator, self.token, self.name, self.key, self.process = coordinator, token, name, key, process
-        self.wire, self.dice, self.closed, self.say = wire, dice, closed, say
+        self.wire, self.dice, self.closed, self.say, self.told = wire, dice, closed, say, told
         self.worker = ""
         self._secret, self._digest = "", ""
         self._cut = False
@@ -155,10 +156,17 @@ class SimLink:
         return self._at_coordinator(lambda: granted(reply))
 
     async def begin(self, request: BeginRequest) -> BeginReply:
-        return await self._call(request, lambda: granted(self.coordinator.begin(self._session(), request)))
+        return await self._update(request, lambda: granted(self.coordinator.begin(self._session(), request)))
 
     async def commit(self, request: CommitRequest) -> CommitReply:
-        return await self._call(request, lambda: granted(self.coordinator.commit(self._session(), request)))
+        return await self._update(request, lambda: granted(self.coordinator.commit(self._session(), request)))
+
+    async def _update(self, request: Message, act: Callable[[], T]) -> T:
+        try:
+            return await self._call(request, act)
+        except Told as error:
+            self.told(error.kind)
+            raise
 
     async def give_back(self, key: str, why: str) -> None:
         await self._call(GiveBackRequest(key=key, why=why), lambda: given_back(self.coordinator.give_back(self._session(), key, why), key))
@@ -227,7 +235,10 @@ class SimLink:
         try:
             return act()
         except (Refused, BlockTrainError, OSError) as error:
-            raise heard(*refusal(error)) from None
+            code, answer = refusal(error)
+            if code == 200:  # done before: a part of an update that has been counted
+                return cast(T, answer)
+            raise heard(code, answer) from None
 
     async def _up(self, seconds: float) -> None:
         if self._cut:
