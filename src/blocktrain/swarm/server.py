@@ -124,7 +124,8 @@ class Passage:
             return await self._receive()
         left = self.began + STALL_S + self.body / SLOWEST - time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), max(0.0, min(STALL_S, left)))
+            async with asyncio.timeout(max(0.0, min(STALL_S, left))):
+                message = await self._receive()
         except TimeoutError:
             raise HTTPException(408, "body: came too slowly, or not at all") from None
         count = len(message.get("body", b""))
@@ -139,7 +140,8 @@ class Passage:
             if self.closes and not self.whole:
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             self.down += sum(len(name) + len(value) + 4 for name, value in message.get("headers", ())) + 19
-        await asyncio.wait_for(self._send(message), STALL_S)  # a reader who has stopped reading
+        async with asyncio.timeout(STALL_S):  # for a reader who has stopped reading
+            await self._send(message)
         self.down += len(message.get("body", b""))
 
 
