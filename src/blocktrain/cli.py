@@ -218,16 +218,27 @@ def _paper_line(figure: Any) -> str:
 
 @app.command
 def bench(
-    what: Annotated[Literal["training"], Parameter(help="training: our trainer against a plain PyTorch loop, and peak memory.")],
+    what: Annotated[
+        Literal["training", "transport"],
+        Parameter(
+            help="training: our trainer against a plain PyTorch loop, and peak memory. "
+            "transport: a coordinator's throughput against a raw copy, and its memory."
+        ),
+    ],
     *,
     quick: Annotated[bool, Parameter(negative=(), help="Smaller shapes.")] = False,
     json_: Json = False,
 ) -> int:
     """Measure, print tables with each figure beside its goal, then one JSON line. Exit code 1 if a goal is missed."""
-    from blocktrain.report.bench_training import bench_training, render
+    say(f"bench {what}: takes minutes; other work on this machine makes it noisy")
+    if what == "transport":
+        from blocktrain.report.bench_transport import bench_transport, render
 
-    say("bench training: takes minutes; other work on this machine makes it noisy")
-    result = bench_training(quick=quick)
+        result = bench_transport(quick=quick, say=say)
+    else:
+        from blocktrain.report.bench_training import bench_training, render
+
+        result = bench_training(quick=quick)
     if not json_:
         for table in render(result):
             out.print(table)

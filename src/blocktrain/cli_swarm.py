@@ -174,9 +174,10 @@ def doctor(
     json_: Json = False,
 ) -> int:
     """What is wrong with this machine, or with its way to a coordinator, and how to cure it. Exit code 1 if something is."""
+    from blocktrain.report.memory import worker_memory
     from blocktrain.swarm.doctor import examine
 
-    findings = examine(line)
+    findings = examine(sys.stdin.read() if line == "-" else line, worker_memory)
     if json_:
         print(json.dumps([vars(finding) for finding in findings]))
     for finding in findings if not json_ else ():

@@ -71,7 +71,7 @@ from blocktrain.swarm.state import (
     Revoke,
     State,
 )
-from blocktrain.swarm.store import BlobSource, BlobWriter, Store, Transaction
+from blocktrain.swarm.store import BlobSource, BlobWriter, FileWriter, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
 SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
@@ -100,7 +100,7 @@ class Session:
 class PartWriter:
     """One part of an upload on its way."""
 
-    def __init__(self, writer: BlobWriter, name: str) -> None:
+    def __init__(self, writer: BlobWriter | FileWriter, name: str) -> None:
         self.writer, self.name = writer, name
 
     def write(self, piece: bytes) -> None:

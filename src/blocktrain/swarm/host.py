@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -49,6 +50,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EVERYWHERE = ("0.0.0.0", "::")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
+MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 1 << 20), (-1, 1 << 24), (-8, 2)  # glibc's malloc.h: option, value
 LINGER_S = 5.0  # after the end of a run, for workers to hear of it
 
 
@@ -89,7 +91,8 @@ class Host:
             raise ConfigError(
                 f"{self.run}: was trained on one machine (it has checkpoints and no swarm folder); use a new run folder for many workers"
             )
-        self.socket = self._bind()
+        self.socket = bind(self.host, self.port)
+        self.port = self.socket.getsockname()[1]
         corpus = self._corpus()
         self.run.mkdir(parents=True, exist_ok=True)
         opened = open_store(self.run / "swarm")
@@ -109,23 +112,6 @@ class Host:
     def _corpus(self) -> Corpus:
         data = self.config.data
         return load_corpus(data.corpus, heldout=data.heldout, heldout_fraction=data.heldout_fraction)
-
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if os.name != "nt":
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            mind_the_silent(bound)
-            bound.bind((self.host, self.port))
-            bound.listen(512)
-        except OSError as error:
-            bound.close()
-            raise ConfigError(
-                f"--listen {self.host}:{self.port}: {error.strerror}; is another coordinator running? Port 0 takes a free one"
-            ) from None
-        self.port = bound.getsockname()[1]
-        return bound
 
     def _join_line(self, fingerprint: str) -> JoinLine:
         path = self.run / "swarm" / "join-line"
@@ -163,7 +149,8 @@ class Host:
     def serve(self) -> int:
         """Until the run is finished, or a signal; returns the exit code."""
         with self._tls_files() as files:
-            server = uvicorn.Server(uvicorn.Config(self.service.app, **serving(), **files))
+            steady_memory()
+            server = make_server(self.service.app, **files)
             self.service.start()
             threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True).start()
             previous = {number: signal.signal(number, lambda *_: self._stop(server, 0)) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -295,6 +282,36 @@ class Host:
             if alone_s >= self.alone_min * 60:
                 self.say(f"no workers for {alone_s / 60:.1f} min: ends with exit code 1 (--alone-min {self.alone_min:g})")
                 self._stop(server, 1)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Its protocol is named, or asyncio leaves Nagle's algorithm on and each reply waits 40 ms for an acknowledgement."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name != "nt":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        mind_the_silent(bound)
+        bound.bind((host, port))
+        bound.listen(512)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--listen {host}:{port}: {error.strerror}; is another coordinator running? Port 0 takes a free one") from None
+    return bound
+
+
+def make_server(app: Any, **files: Any) -> uvicorn.Server:
+    """The HTTP server of a coordinator."""
+    return uvicorn.Server(uvicorn.Config(app, **serving(), **files))
+
+
+def steady_memory() -> None:
+    """Have this process give back what it freed, so that it stays as small as what it holds. Does nothing where the C library is not glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for option, value in (MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX):
+        mallopt(option, value)
 
 
 async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:

@@ -16,9 +16,11 @@ import shutil
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+import httpcore2
 import httpx2
 from pydantic import ValidationError
 
@@ -58,6 +60,9 @@ FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  #
 DAMAGED = 5  # times that a file may arrive with the wrong digest
 UNREADABLE = 3  # answers in a row that are none
 REPLY_BYTES = 1 << 26  # of the longest message
+
+
+setattr(httpcore2.AsyncHTTP11Connection, "READ_NUM_BYTES", 1 << 18)  # noqa: B010 (typed as one number) as much as asyncio reads at once
 
 
 class _Damaged(Exception):
@@ -188,10 +193,8 @@ class HttpLink:
         await self._post("/v1/leave", None, Answer, patience_s=5.0)
 
     async def put_part(self, key: str, sha256: str, index: int, source: Source, start: int, stop: int) -> None:
-        digest = hashlib.sha256()
-        for at in range(start, stop, CHUNK):
-            digest.update(source.read(at, min(stop, at + CHUNK)))
-        path = f"/v1/updates/{key}/{sha256}/parts/{index}?part_sha256={digest.hexdigest()}"
+        digest = await asyncio.to_thread(_digest, source, start, stop)
+        path = f"/v1/updates/{key}/{sha256}/parts/{index}?part_sha256={digest}"
 
         async def once() -> Answer:
             async def body() -> AsyncIterator[bytes]:
@@ -269,16 +272,18 @@ class HttpLink:
         if free < blob.size - have + (1 << 20):
             raise MemoryLimitError(f"{scratch.parent}: {blob.size - have:,} bytes are needed for {target.name}, {free:,} are free on this disk")
         for _ in range(DAMAGED):
-            await self._until_through(lambda: self._download(blob, scratch), self.patience_s, lambda: _size(scratch))
-            if await asyncio.to_thread(_sha256, scratch) == blob.sha256:
+            digest = _FileDigest(scratch)
+            await self._until_through(partial(self._download, blob, digest), self.patience_s, lambda: _size(scratch))
+            if await asyncio.to_thread(digest.hexdigest) == blob.sha256:
                 os.replace(scratch, target)
                 return
             scratch.unlink()
             self.say(f"{blob.name}: arrived damaged, fetching it again")
         raise ProtocolError(f"{blob.name}: arrived with a wrong sha256 {DAMAGED} times")
 
-    async def _download(self, blob: BlobRef, scratch: Path) -> None:
+    async def _download(self, blob: BlobRef, digest: _FileDigest) -> None:
         """Append what is still missing."""
+        scratch = digest.path
         have = _size(scratch)
         if have > blob.size:
             scratch.unlink()
@@ -293,23 +298,74 @@ class HttpLink:
             if response.status_code not in (200, 206):
                 _read(await _whole(response), Answer)
                 raise Again(f"{blob.name}: status {response.status_code}")
-            with open(scratch, "ab" if response.status_code == 206 else "wb") as file:
-                size = have if response.status_code == 206 else 0
-                async for chunk in response.aiter_raw():  # as it comes: what is here when the connection breaks is kept
-                    size += len(chunk)
-                    if size > blob.size:
-                        break
-                    await asyncio.to_thread(file.write, chunk)
+            size = await self._append(response, digest, have if response.status_code == 206 else 0, blob.size)
         if size < blob.size:
             raise Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
         if size > blob.size:
             scratch.unlink()
             raise Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
 
+    async def _append(self, response: httpx2.Response, digest: _FileDigest, size: int, limit: int) -> int:
+        """Write what comes after the first `size` bytes, until there is no more or too much; returns how many bytes there are then."""
+        pieces, gathered = list[bytes](), 0
+        writing: asyncio.Future[None] | None = None
+        with open(digest.path, "ab" if size else "wb", buffering=0) as file:
+            try:
+                async for piece in response.aiter_raw():
+                    pieces.append(piece)
+                    gathered += len(piece)
+                    if gathered < CHUNK and size + gathered <= limit:
+                        continue
+                    if writing:
+                        await writing
+                    writing = asyncio.ensure_future(asyncio.to_thread(digest.write, file, size, pieces))  # while the next ones come
+                    size, pieces, gathered = size + gathered, [], 0
+                    if size > limit:
+                        break
+            finally:
+                if writing:
+                    await writing
+                digest.write(file, size, pieces)
+        return size + gathered
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+
+class _FileDigest:
+    """The sha256 of a file that grows at its end, kept as it does so; what it has not seen is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size, self.digest = path, 0, hashlib.sha256()
+
+    def write(self, file: BinaryIO, at: int, pieces: list[bytes]) -> None:
+        """Append to the file, which has `at` bytes."""
+        self._catch_up(at)
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
+            self.digest.update(piece)
+            self.size += len(piece)
+
+    def hexdigest(self) -> str:
+        self._catch_up(self.path.stat().st_size)
+        return self.digest.hexdigest()
+
+    def _catch_up(self, size: int) -> None:
+        if self.size > size:  # it was begun again
+            self.size, self.digest = 0, hashlib.sha256()
+        if self.size == size:
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.size)
+            while self.size < size and (piece := file.read(min(CHUNK, size - self.size))):
+                self.digest.update(piece)
+                self.size += len(piece)
+
+
+def _digest(source: Source, start: int, stop: int) -> str:
+    digest = hashlib.sha256()
+    for at in range(start, stop, CHUNK):
+        digest.update(source.read(at, min(stop, at + CHUNK)))
+    return digest.hexdigest()
 
 
 def _size(path: Path) -> int:

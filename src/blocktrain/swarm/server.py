@@ -17,6 +17,8 @@ import time
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from typing import Annotated, Any
 
 import anyio
@@ -29,7 +31,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.swarm.coordinator import Coordinator, Refused, Session
+from blocktrain.swarm.coordinator import Coordinator, PartWriter, Refused, Session
 from blocktrain.swarm.dashboard import add_page
 from blocktrain.swarm.protocol import (
     Answer,
@@ -52,6 +54,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 422, 429, 431, 500, 503, 507)
 }
 CHUNK = 1 << 20
+PIECES = 1 << 19  # bytes of a part that are written at once
+DISK_THREADS = 4  # that write parts
+GATES = 2  # updates that are inspected at once: each takes a few tensors' memory
 HEAD_BYTES = 32 * 1024
 STALL_S = 60.0  # without a byte, either way
 SLOWEST = 1024  # bytes a second
@@ -198,7 +203,7 @@ class InLine(Response):
             line.leave(self.who)
 
 
-def _bearer(request: Request) -> str:
+async def _bearer(request: Request) -> str:
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret or len(secret) > 200:
         raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
@@ -213,6 +218,8 @@ class Service:
         self.extra_status = extra_status
         self.line = Line(coordinator.config.limits.parallel_transfers)
         self.incoming = Counter[str]()  # worker -> parts on their way
+        self.disk = ThreadPoolExecutor(DISK_THREADS, "disk")
+        self.gates = asyncio.Semaphore(GATES)
         self.window = rate.strategies.MovingWindowRateLimiter(rate.storage.MemoryStorage())
         self._due, self._stopping = threading.Event(), False
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -230,6 +237,7 @@ class Service:
         self._stopping = True
         self._due.set()
         self.thread.join(timeout=60)
+        self.disk.shutdown()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -310,9 +318,10 @@ class Service:
             return Answer(kind="ok", reason="the run goes on")
 
         @app.get("/v1/hello")
-        def hello(request: Request, nonce: Annotated[str, Query(pattern=r"^[0-9a-f]{8,64}$")]) -> Hello:
+        def hello(request: Request, response: Response, nonce: Annotated[str, Query(pattern=r"^[0-9a-f]{8,64}$")]) -> Hello:
             """Who this coordinator is, proved by a signature over the caller's nonce."""
             self._limit(f"door {_address(request)}", self.coordinator.config.limits.joins_per_minute, 60)
+            response.headers["date"] = formatdate(usegmt=True)  # for people who compare logs; nothing depends on it
             return coordinator.hello(nonce)
 
         @app.get("/v1/run")
@@ -355,9 +364,10 @@ class Service:
             return granted(coordinator.begin(session, body))
 
         @app.post("/v1/commit")
-        def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
+        async def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
             """An update is here whole."""
-            return granted(coordinator.commit(session, body))
+            async with self.gates:
+                return granted(await run_in_threadpool(coordinator.commit, session, body))
 
         @app.post("/v1/give-back")
         def give_back(body: GiveBackRequest, session: who) -> Answer:  # type: ignore[valid-type]
@@ -405,6 +415,12 @@ class Service:
             reset = self.window.get_window_stats(item, who).reset_time - time.time()
             raise Refused(Answer(kind="suspended", reason=f"more than {amount} requests in {seconds} s", retry_after_s=max(0.1, reset)))
 
+    def _admit_part(self, session: Session, key: str, sha256: str, index: int) -> tuple[int, PartWriter]:
+        """How long a part must be, and where it goes."""
+        length = self.coordinator.part_length(session, key, index)
+        self.coordinator.beat(session)
+        return length, self.coordinator.open_part(key, sha256, index)
+
     async def _take_part(self, request: Request, session: Session, key: str, sha256: str, index: int, part_sha256: str) -> Answer:
         coordinator, who = self.coordinator, session.worker
         request.state.account.update(kind="updates", part=coordinator.part_booked_on(key))
@@ -412,11 +428,9 @@ class Service:
             raise Refused(Answer(kind="suspended", reason=f"more than {EACH} parts of one worker at once", retry_after_s=1.0))
         self.incoming[who] += 1
         try:
-            length = await run_in_threadpool(coordinator.part_length, session, key, index)
-            await run_in_threadpool(coordinator.beat, session)
-            writer = await run_in_threadpool(coordinator.open_part, key, sha256, index)
+            length, writer = await run_in_threadpool(self._admit_part, session, key, sha256, index)
             try:
-                await _receive_part(request, writer, index, length, part_sha256)
+                await self._receive_part(request, writer, index, length, part_sha256)
             except BaseException:
                 with anyio.CancelScope(shield=True):
                     await run_in_threadpool(writer.discard)
@@ -426,6 +440,27 @@ class Service:
             self.incoming[who] -= 1
             self.incoming += Counter()  # drops zeros
         return Answer(kind="ok", reason=f"part {index} is here", key=key)
+
+    async def _receive_part(self, request: Request, writer: PartWriter, index: int, length: int, sha256: str) -> None:
+        """The body into the writer, if it is what was announced; while some of it is written, more comes."""
+        digest, size, loop = hashlib.sha256(), 0, asyncio.get_running_loop()
+        writing: asyncio.Future[None] | None = None
+        try:
+            async for pieces in _pieces(request):
+                size += sum(map(len, pieces))
+                if size > length:
+                    raise HTTPException(413, f"part {index}: longer than its {length} bytes")
+                if writing:
+                    await asyncio.shield(writing)
+                writing = loop.run_in_executor(self.disk, _write, writer, digest, pieces)
+        finally:
+            if writing:
+                with anyio.CancelScope(shield=True):
+                    await writing
+        if size != length:
+            raise HTTPException(400, f"part {index}: has {size} bytes, it must have {length}")
+        if digest.hexdigest() != sha256:
+            raise HTTPException(409, f"part {index}: its sha256 is not the one that was announced; it was damaged on the way, send it again")
 
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
@@ -441,36 +476,22 @@ class Service:
 # --- Pieces ---
 
 
-async def _receive_part(request: Request, writer: Any, index: int, length: int, sha256: str) -> None:
-    """The body into the writer, if it is what was announced."""
-    digest, size = hashlib.sha256(), 0
-    async for piece in _pieces(request):
-        size += len(piece)
-        if size > length:
-            raise HTTPException(413, f"part {index}: longer than its {length} bytes")
-        await run_in_threadpool(_write, writer, digest, piece)
-    if size != length:
-        raise HTTPException(400, f"part {index}: has {size} bytes, it must have {length}")
-    if digest.hexdigest() != sha256:
-        raise HTTPException(409, f"part {index}: its sha256 is not the one that was announced; it was damaged on the way, send it again")
-
-
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """The body in pieces of about a MiB."""
-    gathered, size = [], 0
+async def _pieces(request: Request) -> AsyncIterator[list[bytes]]:
+    """The body as it comes, about half a MiB at a time."""
+    pieces, size = list[bytes](), 0
     async for chunk in request.stream():
-        gathered.append(chunk)
+        pieces.append(chunk)
         size += len(chunk)
-        if size >= CHUNK:
-            yield b"".join(gathered)
-            gathered, size = [], 0
-    if size:
-        yield b"".join(gathered)
+        if size >= PIECES:
+            yield pieces
+            pieces, size = [], 0
+    yield pieces
 
 
-def _write(writer: Any, digest: Any, piece: bytes) -> None:
-    digest.update(piece)
-    writer.write(piece)
+def _write(writer: Any, digest: Any, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        digest.update(piece)
+        writer.write(piece)
 
 
 def _file_response(coordinator: Coordinator, name: str, size: int, ranged: str | None) -> Response:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import threading
@@ -189,9 +190,9 @@ class Blobs:
         obstore.put(self.store, name, bytes(data))
         return Blob(name, len(data), hashlib.sha256(data).hexdigest())
 
-    def writer(self) -> BlobWriter:
+    def writer(self) -> BlobWriter | FileWriter:
         """For a blob whose bytes come from outside, piece by piece."""
-        return BlobWriter(self)
+        return FileWriter(self.folder) if self.folder else BlobWriter(self)
 
     def put_stream(self, prefix: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> Blob:
         """Write chunks as they come and name the blob PREFIX-<first 16 digits of its sha256>SUFFIX."""
@@ -202,7 +203,7 @@ class Blobs:
                 for start in range(0, len(view), 8 * CHUNK):
                     piece = view[start : start + 8 * CHUNK]
                     digest.update(piece)
-                    writer.write(bytes(piece))
+                    writer.write(piece)
                 size += len(view)
         except BaseException:
             writer.discard()
@@ -219,6 +220,10 @@ class Blobs:
             return None
 
     def read(self, name: str, start: int, stop: int) -> bytes:
+        if self.folder and stop > start:
+            with open(self.folder / name, "rb", buffering=0) as file:
+                file.seek(start)
+                return file.read(stop - start)
         return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytes]:
@@ -251,8 +256,8 @@ class BlobWriter:
         self.store, self.scratch = blobs.store, f"scratch/{secrets.token_hex(8)}"
         self.writer = obstore.open_writer(self.store, self.scratch, buffer_size=2 * CHUNK)
 
-    def write(self, piece: bytes) -> None:
-        self.writer.write(piece)
+    def write(self, piece: bytes | memoryview) -> None:
+        self.writer.write(bytes(piece))
 
     def keep(self, name: str) -> None:
         self.writer.close()
@@ -261,6 +266,29 @@ class BlobWriter:
     def discard(self) -> None:
         self.writer.close()
         obstore.delete(self.store, self.scratch)
+
+
+class FileWriter:
+    """The same where blobs are files: nothing is held in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.scratch = folder, folder / "scratch" / secrets.token_hex(8)
+        self.scratch.parent.mkdir(exist_ok=True)
+        self.file = open(self.scratch, "wb", buffering=0)  # noqa: SIM115 (until keep or discard)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        view = memoryview(piece)
+        while view:
+            view = view[self.file.write(view) :]
+
+    def keep(self, name: str) -> None:
+        self.file.close()
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.scratch, self.folder / name)
+
+    def discard(self) -> None:
+        self.file.close()
+        self.scratch.unlink(missing_ok=True)
 
 
 class BlobSource:

@@ -36,6 +36,7 @@ from blocktrain.swarm.protocol import (
 FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to take
 MARGIN_S = 0.5
 RESENDS = 5
+LANES = 2  # parts of an update on their way at once
 PATIENT_S = 2.0  # beyond the heartbeat limit, for a place that a killed process may still hold
 DIVERGED = 3  # assignments that may diverge before the worker gives up
 
@@ -248,11 +249,7 @@ class Worker:
         request = BeginRequest(key=work.key, size=trained.source.size, sha256=trained.sha256)
         for _ in range(RESENDS):
             reply = await self.link.begin(request)
-            for index, start in enumerate(range(0, trained.source.size, reply.part_bytes)):
-                if index not in reply.received:
-                    stop = min(trained.source.size, start + reply.part_bytes)
-                    await self.link.put_part(work.key, trained.sha256, index, trained.source, start, stop)
-                    crash.point("worker.after_part")
+            await send_parts(self.link, work.key, trained.source, trained.sha256, reply)
             crash.point("worker.before_commit")
             try:
                 done = await self.link.commit(
@@ -277,6 +274,25 @@ class Worker:
         self.say(
             f"block {work.first}{f'-{work.stop - 1}' * (work.stop - work.first > 1)}: {done.reason}{ce}{speed}, {trained.source.size:,} bytes up"
         )
+
+
+async def send_parts(link: Link, key: str, source: Source, sha256: str, reply: BeginReply) -> None:
+    """The parts that the coordinator lacks, by two lanes: while one part is on its way, the next is made ready."""
+    lacking = iter([index for index in range(-(-source.size // reply.part_bytes)) if index not in reply.received])
+
+    async def lane() -> None:
+        for index in lacking:
+            start = index * reply.part_bytes
+            await link.put_part(key, sha256, index, source, start, min(source.size, start + reply.part_bytes))
+            crash.point("worker.after_part")
+
+    lanes = [asyncio.ensure_future(lane()) for _ in range(LANES)]
+    try:
+        await asyncio.gather(*lanes)
+    finally:
+        for one in lanes:
+            one.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
 
 
 def _version(work: Work, block: int) -> int:
