@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -46,6 +47,7 @@ from blocktrain.swarm.wire import mind_the_silent, serving
 from blocktrain.training.data import Corpus, load_corpus
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERYWHERE = ("0.0.0.0", "::")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
 MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 1 << 20), (-1, 1 << 24), (-8, 2)  # glibc's malloc.h: option, value
@@ -127,12 +129,11 @@ class Host:
     def _reachable(self) -> tuple[str, int]:
         """Host and port by which workers get here: never an address that only means something on this machine, unless it is all there is."""
         if self.public:
-            host, _, port = self.public.rpartition(":") if self.public.count(":") == 1 else (self.public, "", "")
-            return host, int(port) if port.isdigit() else self.port
-        if self.host not in ("0.0.0.0", "::"):
+            return _public_address(self.public, self.port)
+        if self.host not in EVERYWHERE:
             return self.host, self.port
         found = outward_address(self.host)
-        if not found or found.startswith("127."):
+        if not found or found in LOOPBACK or found.startswith("127.") or found in EVERYWHERE:
             raise ConfigError(f"--listen {self.host}: this machine has no address that others could reach; name one with --public HOST")
         return found, self.port
 
@@ -328,6 +329,16 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen {text}: expected HOST:PORT, for example 127.0.0.1:7700 or 0.0.0.0:7700")
     return host, int(port)
+
+
+def _public_address(text: str, port: int) -> tuple[str, int]:
+    """HOST, HOST:PORT, [HOST]:PORT or an IPv6 address alone."""
+    match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+):(\d+)|(.+)", text)
+    host = match and (match[1] or match[3] or match[5])
+    given = int(match[2] or match[4] or port) if match else 0
+    if not host or not 0 < given < 65536 or re.search(r"[\s/@\[\]]", host):
+        raise ConfigError(f"--public {text}: expected HOST or HOST:PORT, for example train.example.org:7700")
+    return host, given
 
 
 def outward_address(host: str) -> str:

@@ -103,7 +103,7 @@ class HttpLink:
 
     async def _http(self) -> httpx2.AsyncClient:
         if self._client is None:
-            verify: Any = True
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
             if self.line.scheme == "https":
                 verify = await asyncio.to_thread(self._pinned)
             limits = httpx2.Limits(max_connections=8, max_keepalive_connections=4, keepalive_expiry=60.0)

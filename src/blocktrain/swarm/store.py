@@ -21,8 +21,9 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -317,6 +318,7 @@ class Store:
         self.blobs = blobs
         in_memory = database_url in ("sqlite://", "sqlite:///:memory:")
         more: dict[str, Any] = {"poolclass": pool.StaticPool} if in_memory else {}
+        self._alone: AbstractContextManager[Any] = threading.Lock() if in_memory else nullcontext()  # in memory all share one connection
         arguments = {"check_same_thread": False, "timeout": 30} if database_url.startswith("sqlite") else {}
         self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
         if self.engine.dialect.name == "sqlite":
@@ -331,7 +333,7 @@ class Store:
     def transaction(self) -> Iterator[Transaction]:
         """All or nothing; raises OSError where the disk is full or cannot be written."""
         try:
-            with self.engine.begin() as connection:
+            with self._alone, self.engine.begin() as connection:
                 yield Transaction(connection)
         except (exc.OperationalError, exc.DatabaseError) as error:
             raise OSError(f"database: {_first_line(error)}") from error
