@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -71,7 +71,7 @@ from blocktrain.swarm.state import (
     Revoke,
     State,
 )
-from blocktrain.swarm.store import BlobSource, BlobWriter, Store, Transaction
+from blocktrain.swarm.store import BlobSource, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
 SNAPSHOT_EVERY = 500  # events of journal
@@ -98,19 +98,32 @@ class Session:
 class PartWriter:
     """One part of an upload on its way."""
 
-    def __init__(self, writer: BlobWriter, name: str) -> None:
-        self.writer, self.name = writer, name
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self.coordinator, self.name = coordinator, name
+        with self._pausing():
+            self.writer = coordinator.store.blobs.writer()
 
     def write(self, piece: bytes) -> None:
-        self.writer.write(piece)
+        with self._pausing():
+            self.writer.write(piece)
 
     def discard(self) -> None:
         self.writer.discard()
 
     def keep(self) -> None:
         crash.point("part.before_write")
-        self.writer.keep(self.name)
+        with self._pausing():
+            self.writer.keep(self.name)
+        self.coordinator.resume("disk")
         crash.point("part.after_write")
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.coordinator.no_room(str(error))
+            raise
 
 
 class Refused(Exception):
@@ -164,7 +177,10 @@ class Coordinator:
         self._again = False  # something that is due could not be done
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
-        self.problem = ""  # why the run cannot go on just now
+        self._problems: dict[str, str] = {}  # what cannot go on just now -> why
+        self._needed = 0  # bytes of disk that an upload asked for in vain
+        self._stale = False  # the state in memory may be ahead of the journal
+        self._sound: dict[str, Any] = {}  # blob -> what its file looked like when its digest was right
         self.changed: Callable[[], None] = lambda: None  # told after every event
         self.closed: Callable[[], None] = lambda: None  # told after every new version
         self.machine: Machine
@@ -212,6 +228,7 @@ class Coordinator:
             newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
             self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
             self._catch_up(tx)
+        self._stale = False
 
     def _catch_up(self, tx: Transaction) -> None:
         """Apply what other processes have appended."""
@@ -230,6 +247,8 @@ class Coordinator:
         """Append an event and what belongs to it, then answer; raises OSError, with nothing changed, where the database cannot be written."""
         with self._lock:
             try:
+                if self._stale:
+                    self._reload()
                 with self.store.transaction() as tx:
                     self._catch_up(tx)
                     event = make(self.now())
@@ -239,11 +258,13 @@ class Coordinator:
                     self._flush_bytes(tx)
                 self.seq += 1
             except BaseException as error:
-                self._reload()
+                self._stale = True
                 if isinstance(error, OSError):
-                    self._pause(str(error))
+                    self.pause("journal", str(error))
+                with suppress(OSError):
+                    self._reload()
                 raise
-            self._resume()
+            self.resume("journal")
             if self.seq % SNAPSHOT_EVERY == 0:
                 self._snapshot()
         self.changed()
@@ -260,17 +281,23 @@ class Coordinator:
                 newest = sa.select(sa.func.max(store.notes.c.id)).scalar_subquery()
                 tx.execute(store.notes.delete().where(store.notes.c.id < newest - NOTES_KEPT))
         except OSError as error:
-            self._pause(str(error))
+            self.pause("journal", str(error))
 
-    def _pause(self, problem: str) -> None:
-        if problem != self.problem:
+    @property
+    def problem(self) -> str:
+        """Why the run cannot go on just now; empty if it can."""
+        return next(iter(self._problems.values()), "")
+
+    def pause(self, what: str, problem: str) -> None:
+        """Something cannot go on for now. Said once; who found it tries again."""
+        if problem != self._problems.get(what):
+            self._problems[what] = problem
             self.log(f"paused: {problem}; nothing is lost, the run goes on when that is cured")
-        self.problem = problem
 
-    def _resume(self) -> None:
-        if self.problem:
+    def resume(self, what: str) -> None:
+        """The same thing has gone well again."""
+        if self._problems.pop(what, "") and not self._problems:
             self.log("the run goes on")
-        self.problem = ""
 
     def log(self, text: str) -> None:
         """A sentence for the log and the page."""
@@ -502,8 +529,10 @@ class Coordinator:
             raise ProtocolError(f"size: {request.size} bytes, this update has {expected} as {self.config.outer.up_codec}")
         free = self.store.blobs.free_bytes()
         if free is not None and free - request.size < self.config.limits.free_disk_mb * (1 << 20):
-            self._pause(f"the coordinator's disk has {free >> 20} MiB left, an update of {request.size >> 10} KiB does not fit")
-            raise OSError(self.problem)
+            self._needed = request.size + int(self.config.limits.free_disk_mb * (1 << 20))
+            problem = f"the coordinator's disk has {free >> 20} MiB left, an update of {request.size >> 10} KiB does not fit"
+            self.pause("disk", problem)
+            raise OSError(problem)
         answer = self.record(lambda now: Begin(now, who.worker, who.process, request.key))
         crash.point("begin.after_record")
         return BeginReply(
@@ -536,7 +565,12 @@ class Coordinator:
 
     def open_part(self, key: str, sha256: str, index: int) -> PartWriter:
         """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update."""
-        return PartWriter(self.store.blobs.writer(), _part_name(key, sha256, index))
+        return PartWriter(self, _part_name(key, sha256, index))
+
+    def no_room(self, problem: str) -> None:
+        """A part could not be written."""
+        self._needed = self.part_bytes
+        self.pause("disk", f"an update could not be written: {problem}")
 
     def part_booked_on(self, key: str) -> str:
         """The part of the model on which an upload's bytes are booked: the first block of its span."""
@@ -642,7 +676,7 @@ class Coordinator:
             with self.store.transaction() as tx:
                 tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=reason)
         except OSError as error:
-            self._pause(str(error))
+            self.pause("journal", str(error))
 
     # --- What is due ---
 
@@ -657,6 +691,7 @@ class Coordinator:
     def tick(self) -> int:
         """End what rounds are due to end; returns how many new versions that made."""
         made = 0
+        self._look_for_room()
         for _ in range(2 * self.layout.blocks):
             self._again = False
             due = self._due()
@@ -665,6 +700,11 @@ class Coordinator:
             if not due or self._again:
                 break
         return made
+
+    def _look_for_room(self) -> None:
+        free = self.store.blobs.free_bytes() if "disk" in self._problems else None
+        if free is not None and free >= self._needed:
+            self.resume("disk")
 
     def _due(self) -> list[Decision]:
         with self._lock:
@@ -678,13 +718,16 @@ class Coordinator:
         """1 where a new version was made."""
         try:
             if decision.action == "close":
-                return self._close(decision)
-            answer = self.record(decision.event)
-            self.log(answer.reason)
+                made = self._close(decision)
+            else:
+                made = 0
+                self.log(self.record(decision.event).reason)
         except OSError as error:
             self._again = True
-            self._pause(str(error))
-        return 0
+            self.pause(f"block {decision.block}", f"block {decision.block} cannot end its round: {error}")
+            return 0
+        self.resume(f"block {decision.block}")
+        return made
 
     def _close(self, decision: Decision) -> int:
         """Write the block's next version, and the interface's, then record both with the event that makes them so."""
@@ -720,16 +763,24 @@ class Coordinator:
     def _next_manifests(self, decision: Decision, rows: Mapping[str, Mapping[str, Any]], interface: int) -> list[dict[str, Any]]:
         part, outer = part_of(decision.block), self.config.outer
         arrived = {key: self._arrived(row) for key, row in rows.items()}
+        damaged = {share.key for share in decision.shares if not self._is_whole(arrived[share.key])}
+        for share in decision.shares:
+            if share.key in damaged:
+                lost = "its stored bytes are not those that were accepted; it is left out of the mean, its samples stay counted"
+                self._refused(share.worker, decision.block, f"update {share.key}: {lost}")
+        shares = [share for share in decision.shares if share.key not in damaged]
         rule = NormRule(outer.norm_limit, outer.norm_beyond)
-        found = aggregate.contributions(part, self.layout, decision.shares, arrived, rule)
+        found = aggregate.contributions(part, self.layout, shares, arrived, rule)
         base = self.manifest(part, decision.version)
+        self._require_sound(base)
         crash.point("close.before_write")
         outer_rule = OuterRule(outer.optimizer, outer.lr, outer.momentum)
         step = aggregate.Step(self.store.blobs, self.layout, part, base, found, outer_rule, decision.fresh, outer.down_codec)
-        manifests = [aggregate.next_version(step) | self._story(decision, rows)]
+        manifests = [aggregate.next_version(step) | self._story(decision, rows) | {"damaged": sorted(damaged)}]
         crash.point("close.after_block")
         if interface >= 0:
-            shared = aggregate.contributions(INTERFACE, self.layout, decision.shares, arrived, rule)
+            shared = aggregate.contributions(INTERFACE, self.layout, shares, arrived, rule)
+            self._require_sound(self.manifest(INTERFACE, interface))
             step = aggregate.Step(
                 self.store.blobs,
                 self.layout,
@@ -761,6 +812,45 @@ class Coordinator:
         norms = json.loads(row["metrics"])["norms"]
         return aggregate.Arrived(row["key"], blocks[0], blocks[-1] + 1, source, row["sha256"], norms)
 
+    # --- Damage ---
+
+    def _is_whole(self, update: aggregate.Arrived) -> bool:
+        """Whether a stored update is still what was accepted."""
+        digest = hashlib.sha256()
+        for name, size in update.source.parts:
+            if self.store.blobs.size(name) != size:
+                return False
+            for chunk in self.store.blobs.chunks(name, 0, size):
+                digest.update(chunk)
+        return digest.hexdigest() == update.sha256
+
+    def _require_sound(self, manifest: Mapping[str, Any]) -> None:
+        """Nothing is built upon a damaged version. Raises OSError naming the file."""
+        for kind in ("file", "residual", "momentum"):
+            blob = manifest[kind]
+            if blob and self.store.blobs.digest(blob["name"], blob["size"]) != blob["sha256"]:
+                raise OSError(self._damage(blob["name"]))
+
+    def _damage(self, name: str) -> str:
+        digest = _digest_in(name)
+        where = self.store.blobs.path(name) or name
+        return f"{where} is damaged: put back a file whose sha256 begins with {digest} (the run's checkpoints hold the newest versions)"
+
+    def damage_of(self, name: str) -> str:
+        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well."""
+        path = self.store.blobs.path(name)
+        seen = (path.stat().st_size, path.stat().st_mtime_ns) if path else self.store.blobs.size(name)
+        if self._sound.get(name) == seen:
+            return ""
+        if not self.store.blobs.digest(name, self.store.blobs.size(name) or 0).startswith(_digest_in(name)):
+            self.pause(f"file {name}", problem := self._damage(name))
+            return problem
+        if len(self._sound) > 10_000:
+            self._sound.clear()
+        self._sound[name] = seen
+        self.resume(f"file {name}")
+        return ""
+
     # --- Old files ---
 
     def _drop_old(self, manifests: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -774,7 +864,7 @@ class Coordinator:
         try:
             self.store.blobs.delete(gone)
         except OSError as error:
-            self._pause(str(error))
+            self.log(f"old files could not be removed: {error}")
 
     def _files_before(self, part: str, oldest: int) -> list[str]:
         """Files that only versions at or before `oldest` name (manifests stay)."""
@@ -849,6 +939,11 @@ def _commit_reply(answer: Answer) -> CommitReply:
 
 def _part_name(key: str, sha256: str, index: int) -> str:
     return f"updates/{key}/{sha256}/{index:06d}"
+
+
+def _digest_in(name: str) -> str:
+    """The digits of its content's sha256 that a blob's name ends in."""
+    return name.rpartition("/")[2].partition(".")[0].rpartition("-")[2]
 
 
 def _ref(blob: Mapping[str, Any]) -> BlobRef:

@@ -363,6 +363,8 @@ class Service:
         size = await run_in_threadpool(coordinator.store.blobs.size, name) if BLOB.fullmatch(name) and ".." not in name else None
         if size is None:
             raise HTTPException(404, f"blob {name[:100]}: there is none of that name, or not any more")
+        if problem := await run_in_threadpool(coordinator.damage_of, name):
+            raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
         kind, part = ("text", "text") if name.startswith("text/") else ("weights", name.split("/")[1])
         place = self.line.enter(session.worker, time.monotonic())
         if place:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from obstore.store import LocalStore, MemoryStore, from_url
 from sqlalchemy import event, exc, pool
 
 from blocktrain.errors import CheckpointError
+from blocktrain.serialization import sync_folder
 
 CHUNK = 1 << 20
 Row = Mapping[str, Any]
@@ -150,15 +152,31 @@ class Transaction:
                 self.connection.execute(ledger.insert().values(worker=worker, part=part, kind=kind, direction=direction, bytes=count))
 
 
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """A disk that is full or refuses is an OSError everywhere here, whatever the library calls it."""
+    try:
+        yield
+    except obstore.exceptions.NotFoundError as error:
+        raise FileNotFoundError(_first_line(error)) from None
+    except obstore.exceptions.BaseError as error:
+        raise OSError(_first_line(error)) from None
+
+
 class Blobs:
-    """Named bytes. A blob appears whole or not at all; names are made of letters, digits, `.`, `-` and `/`."""
+    """Named bytes. A blob appears whole or not at all, and is on the disk before anything names it. Names are of letters, digits, `.`, `-` and `/`.
+
+    What can go wrong with the store raises OSError; a blob that is not there, FileNotFoundError.
+    """
 
     def __init__(self, store: ObjectStore, folder: Path | None = None) -> None:
         self.store = store
         self.folder = folder  # of a local store, to look at the disk's room
 
     def put(self, name: str, data: bytes | memoryview) -> Blob:
-        obstore.put(self.store, name, bytes(data))
+        writer = self.writer()
+        writer.write(bytes(data))
+        writer.keep(name)
         return Blob(name, len(data), hashlib.sha256(data).hexdigest())
 
     def writer(self) -> BlobWriter:
@@ -186,26 +204,36 @@ class Blobs:
     def size(self, name: str) -> int | None:
         """Of a blob, None where there is none."""
         try:
-            return int(obstore.head(self.store, name)["size"])
+            with _as_os_error():
+                return int(obstore.head(self.store, name)["size"])
         except FileNotFoundError:
             return None
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
+        with _as_os_error():
+            return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         for at in range(start, stop, CHUNK):
             yield self.read(name, at, min(stop, at + CHUNK))
 
     def names(self, prefix: str) -> list[str]:
-        return [str(entry["path"]) for page in obstore.list(self.store, prefix) for entry in page]
+        with _as_os_error():
+            return [str(entry["path"]) for page in obstore.list(self.store, prefix) for entry in page]
+
+    def digest(self, name: str, size: int) -> str:
+        """sha256 of a blob that should have `size` bytes; empty where it is missing or of another length."""
+        if self.size(name) != size:
+            return ""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(name, 0, size):
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with suppress(FileNotFoundError), _as_os_error():
                 obstore.delete(self.store, name)
-            except FileNotFoundError:
-                continue
 
     def path(self, name: str) -> Path | None:
         """Where a local store keeps a blob, for whoever can serve files faster than bytes."""
@@ -220,19 +248,40 @@ class BlobWriter:
     """A blob in the making: it gets its name when it is whole, or is dropped."""
 
     def __init__(self, blobs: Blobs) -> None:
-        self.store, self.scratch = blobs.store, f"scratch/{secrets.token_hex(8)}"
-        self.writer = obstore.open_writer(self.store, self.scratch, buffer_size=2 * CHUNK)
+        self.blobs, self.scratch = blobs, f"scratch/{secrets.token_hex(8)}"
+        with _as_os_error():
+            self.writer = obstore.open_writer(blobs.store, self.scratch, buffer_size=2 * CHUNK)
 
     def write(self, piece: bytes) -> None:
-        self.writer.write(piece)
+        with _as_os_error():
+            self.writer.write(piece)
 
     def keep(self, name: str) -> None:
-        self.writer.close()
-        obstore.rename(self.store, self.scratch, name)
+        """Raises OSError, with nothing under the name, where there is no room."""
+        try:
+            with _as_os_error():
+                self.writer.close()
+                self._flush(self.blobs.path(self.scratch))
+                obstore.rename(self.blobs.store, self.scratch, name)
+        except OSError:
+            self.discard()
+            raise
+        path = self.blobs.path(name)
+        if path is not None:
+            sync_folder(path.parent)
+
+    def _flush(self, path: Path | None) -> None:
+        """Of a local store: bytes on the disk before the name that promises them."""
+        if path is not None:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
 
     def discard(self) -> None:
-        self.writer.close()
-        obstore.delete(self.store, self.scratch)
+        """Also after a write that failed."""
+        with suppress(OSError), _as_os_error():
+            self.writer.close()
+        with suppress(OSError):
+            self.blobs.delete([self.scratch])
 
 
 class BlobSource:
