@@ -136,11 +136,11 @@ class Swarm:
         arguments = ["coordinator", str(self.run), "--listen", f"127.0.0.1:{self.port}", "--data", str(self.text), "--no-evaluate", *sets, *more]
         return self.start("coordinator", arguments, crash, "" if fresh else patch or self.patch, fresh)
 
-    def worker(self, name: str = "w", *more: str, crash: str = "", patch: str = "", fresh: bool = False) -> Process:
+    def worker(self, name: str = "w", folder: Path | None = None, crash: str = "", patch: str = "", fresh: bool = False) -> Process:
         """Starts as soon as there is a line to join by."""
         line = self.run / "swarm" / "join-line"
         self.until(line.exists, "a join line")
-        arguments = ["worker", line.read_text(), "--name", name, "--folder", str(self.folder / name), *more]
+        arguments = ["worker", line.read_text(), "--name", name, "--folder", str(folder or self.folder / name)]
         return self.start(name, arguments, crash, patch, fresh)
 
     def until(self, condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:

@@ -21,7 +21,6 @@ from blocktrain.errors import CheckpointError
 from blocktrain.swarm import crash
 from blocktrain.swarm.replay import replay
 from blocktrain.training.checkpoint import load_run
-from tests.conftest import write_text
 from tests.faults.conftest import MATRIX
 from tests.faults.swarm import ALONE, TOGETHER, Swarm
 
@@ -103,33 +102,18 @@ def replayed(swarm: Swarm) -> str:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("matrix") / "text.txt")
-
-
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future[Outcome]]]:
+def outcomes(request: pytest.FixtureRequest, swarm_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future[Outcome]]]:
     """Every cell that this session asks for, a few at a time."""
     asked = [item.callspec.params["cell"] for item in request.session.items if hasattr(item, "callspec") and "cell" in item.callspec.params]
     pool = ThreadPoolExecutor(AT_ONCE)
-    yield {cell: pool.submit(run_cell, cell, tmp_path_factory.mktemp("cell"), text) for cell in asked}
+    yield {cell: pool.submit(run_cell, cell, tmp_path_factory.mktemp("cell"), swarm_text) for cell in asked}
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="module")
-def unbroken(outcomes: object, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Digests of the run that nobody killed."""
-    with Swarm(tmp_path_factory.mktemp("unbroken"), text) as swarm:
-        coordinator = swarm.coordinator(fresh=True)
-        swarm.finish(coordinator, swarm.worker(fresh=True))
-        assert replayed(swarm) == ""
-        return swarm.digests()
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.kind}-{cell.point}")
-def test_killed_at_every_point(cell: Cell, outcomes: dict[Cell, Future[Outcome]], unbroken: dict[str, str], pytestconfig: pytest.Config):
+def test_killed_at_every_point(cell: Cell, outcomes: dict[Cell, Future[Outcome]], untouched: dict[str, str], pytestconfig: pytest.Config):
     outcome = outcomes[cell].result()
-    same = outcome.digests == unbroken if cell.settings == ALONE else None
+    same = outcome.digests == untouched if cell.settings == ALONE else None
     row = (cell.point, cell.process, cell.kind, crash_at(cell.point).partition(":")[2], str(outcome.restarts))
     pytestconfig.stash[MATRIX].append((*row, {True: "yes", False: "NO", None: "-"}[same], "yes" if not outcome.problem else f"NO: {outcome.problem}"))
     assert outcome.problem == ""
