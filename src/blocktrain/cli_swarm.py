@@ -202,9 +202,7 @@ def simulate(
     set_: Settings = (),
     seed: Annotated[int, Parameter(help="Of machines, lines and absences; weights and batches follow the run's own seed.")] = 0,
     stand_in: Annotated[bool, Parameter(negative=(), help="Nothing is trained: for thousands of workers. Needs --rounds.")] = False,
-    drop_late: Annotated[
-        bool, Parameter(negative=(), help="Updates that miss their round count nothing, even if their upload began in it.")
-    ] = False,
+    drop_late: Annotated[bool, Parameter(negative=(), help="Updates that miss their round count nothing, even if their upload began in it.")] = False,
     json_: Json = False,
 ) -> int:
     """A whole run in this process and in virtual time: real coordinator, workers and training, made-up machines and lines.

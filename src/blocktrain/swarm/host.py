@@ -152,7 +152,8 @@ class Host:
             steady_memory()
             server = make_server(self.service.app, **files)
             self.service.start()
-            threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True).start()
+            self._looking = threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True)
+            self._looking.start()
             previous = {number: signal.signal(number, lambda *_: self._stop(server, 0)) for number in (signal.SIGINT, signal.SIGTERM)}
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             try:
@@ -174,6 +175,7 @@ class Host:
         self._stopping.set()
         self.socket.close()
         self.service.stop()
+        self._looking.join(60)  # it may be writing a checkpoint
         if self._evaluation:
             self._evaluation.terminate()
         self._export()
@@ -235,8 +237,10 @@ class Host:
         try:
             if self._steps_done() > max(self._exported, 0):
                 self._exported = export(self.coordinator, self.run, self.heldout_digest)
-        except CheckpointError as error:
-            self.say(str(error))
+        except (CheckpointError, OSError) as error:
+            self.coordinator.pause("checkpoint", str(error))
+        else:
+            self.coordinator.resume("checkpoint")
 
     def _evaluate_if_due(self) -> None:
         """In a process of its own: the coordinator never holds a model."""
@@ -272,6 +276,8 @@ class Host:
 
     def _end_if_due(self, server: uvicorn.Server) -> None:
         if self.coordinator.finished:
+            if self._exported < self._steps_done():  # the disk refuses: the run has not ended before its result is there
+                return
             evaluated = not self.evaluate or (self._evaluation is None and self._evaluated_steps() == self._exported)
             self._finished_at = getattr(self, "_finished_at", time.monotonic())
             if not self.stay and evaluated and time.monotonic() - self._finished_at >= LINGER_S:
