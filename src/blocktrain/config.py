@@ -202,6 +202,7 @@ class RoundConfig(Section):
     deadline_max_s: float = Field(default=1800.0, gt=0, le=1e7, description="upper bound in seconds of a deadline that follows arrivals")
     deadline_mads: float = Field(default=4.0, ge=1e-6, le=1e3, description="k in median + k MAD")
     quorum: int = Field(default=2, ge=1, le=1 << 20, description="updates that close a round at its deadline; at twice the deadline one is enough")
+    replicas: int = Field(default=0, ge=0, le=1 << 20, description="most workers that one round of a block takes, the others wait; 0 is no limit")
     inner_steps: int = Field(default=50, ge=1, le=1 << 30, description="optimizer steps of one assignment")
     min_span: int = Field(default=1, ge=1, le=4096, description="fewest consecutive blocks that one worker trains together")
     max_span: int = Field(default=1, ge=1, le=4096, description="most consecutive blocks that one worker trains together, if its memory holds them")

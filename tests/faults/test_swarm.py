@@ -127,7 +127,7 @@ def test_a_stored_update_that_rots_is_left_out_and_said_so(how: str, swarm: Swar
     newest = max((swarm.run / "swarm" / "blobs" / "updates").glob("*/*/*"), key=lambda path: path.parts[-3])
     spoil(newest, how)
     swarm.finish(swarm.coordinator(), worker)
-    assert f"update {newest.parts[-3]}: its stored bytes are not those that were accepted" in log_of(swarm)
+    assert f"update {newest.parts[-3]} by worker" in log_of(swarm) and "lost or damaged; it is left out" in log_of(swarm)
     check_books(swarm)
 
 
@@ -241,7 +241,7 @@ def test_a_killed_worker_is_not_waited_for_and_goes_on_with_its_lease(swarm: Swa
     assert worker.end() == -signal.SIGKILL
     began = time.monotonic()
     until_log(swarm, "empty: no valid update")
-    assert time.monotonic() - began < 3 + 5  # the heartbeat limit, and a busy machine
+    assert time.monotonic() - began < 3 + 20  # the heartbeat limit, and a busy machine; the deadline is 60 s
     swarm.finish(swarm.worker(), coordinator)
     opened, _, _ = swarm.opened()
     books = read_books(opened)

@@ -927,3 +927,10 @@ def test_a_damaged_state_is_refused_with_the_place():
         from_json(State, text.replace('"fixed"', '"never"'))
     with pytest.raises(ProtocolError, match=r"State: fields differ from those of State \(\['next', 'next_serial'\]"):
         from_json(State, text.replace('"next_serial"', '"next"'))
+
+
+def test_a_round_takes_no_more_workers_than_replicas_says():
+    story = Story("a b c join, a b c ask", replicas=2)
+    assert [story.told[name].kind for name in "abc"] == ["assigned", "assigned", "wait"]
+    story.tell("5s, a push, b push, c ask")
+    assert story.told["c"].kind == "assigned"

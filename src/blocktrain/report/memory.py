@@ -140,6 +140,18 @@ def worker_capacity(config: RunConfig, budget: int | None = None) -> int:
     return longest
 
 
+def worker_memory(config: RunConfig | None) -> tuple[int, int]:
+    """(bytes that a worker of the largest block of a run needs, 0 without one; bytes that are free on its device)."""
+    hardware = choose_hardware((config or RunConfig()).train)
+    free = available_memory(hardware.device)
+    if config is None:
+        return 0, free
+    p = PRECISIONS["mixed" if hardware.dtype == torch.bfloat16 else "float32"]
+    length = min(config.round.min_span, config.model.blocks)
+    spans = {(0, length), (config.model.blocks - length, config.model.blocks)}
+    return max(span_holding(config, span, p, "").total.total for span in spans), free
+
+
 def shape_report(params: float, blocks: int, dtype: str = "float32", optimizer: str = "adamw") -> MemoryReport:
     """The accounting where only a number of parameters is known: evenly in blocks, no activations, all of them matrices to Muon."""
     p = _precision(dtype)

@@ -27,7 +27,7 @@ from blocktrain.streams import TensorFile, tensor_stream
 from blocktrain.swarm.parts import INTERFACE, Layout
 from blocktrain.swarm.state import Share
 from blocktrain.swarm.store import Blob, Blobs, BlobSource
-from blocktrain.training.outer import Contribution, NormRule, OuterRule, judge_norm, outer_step
+from blocktrain.training.outer import Contribution, NormRule, OuterRule, judge_norm, judge_norms, outer_step
 
 Manifest = dict[str, Any]
 
@@ -79,13 +79,18 @@ def first_version(blobs: Blobs, layout: Layout, part: str) -> Manifest:
     return {"part": part, "version": 0, "file": vars(file), "delta": None, "residual": None, "momentum": None, "updates": []}
 
 
-def contributions(part: str, layout: Layout, shares: Sequence[Share], arrived: Mapping[str, Arrived], rule: NormRule) -> list[Contribution]:
-    """The round's updates as the outer step reads them, each with its norm judged beside the others; those beyond reason are left out."""
+def contributions(
+    part: str, block: int, layout: Layout, shares: Sequence[Share], arrived: Mapping[str, Arrived], rule: NormRule
+) -> list[Contribution]:
+    """The round's updates as the outer step reads them, each with its norm judged beside the others; those beyond reason are left out.
+
+    An update's change of the interface is counted once, in the round of its first block.
+    """
     found = []
-    for share in shares:
+    counted = [share for share in shares if part != INTERFACE or arrived[share.key].first == block]
+    verdicts = judge_norms([arrived[share.key].norms[part] for share in counted], rule)
+    for share, verdict in zip(counted, verdicts, strict=True):
         mine = arrived[share.key]
-        others = [arrived[other.key].norms[part] for other in shares if other.key != share.key]
-        verdict = judge_norm(mine.norms[part], others, rule)
         if verdict.refused:
             continue
         update = read_update(mine.source, layout.update_shapes(mine.first, mine.stop), CODECS)
@@ -104,6 +109,7 @@ class Step:
     blobs: Blobs
     layout: Layout
     part: str
+    block: int  # whose round it is
     before: Manifest
     contributions: Sequence[Contribution]
     rule: OuterRule
@@ -117,9 +123,11 @@ class Step:
         """(name, value, momentum) of every tensor of the exact next version, in the order of names."""
         base, momentum = self.base(), self.before["momentum"]
         load = _open(self.blobs, momentum, self.part).tensor if momentum else None
-        entries, learns = self.layout.entries[self.part], set(self.layout.trainable[self.part])
-        for tensor in outer_step(entries, learns, base.tensor, self.contributions, self.rule, fresh=self.fresh, momentum=load):
-            yield tensor.name, tensor.value, tensor.momentum
+        learns = set(self.layout.moved_by(self.block, self.part))
+        for name in sorted(self.layout.entries[self.part]):
+            rule = replace(self.rule, lr=self.rule.lr / self.layout.num_starts(name)) if self.part == INTERFACE else self.rule
+            for tensor in outer_step([name], learns, base.tensor, self.contributions, rule, fresh=self.fresh, momentum=load):
+                yield tensor.name, tensor.value, tensor.momentum
 
     def name(self, kind: str = "") -> str:
         return f"versions/{self.part}/{self.before['version'] + 1:08d}{kind}"
@@ -188,16 +196,6 @@ def encoded_part(blobs: Blobs, layout: Layout, part: str, manifest: Manifest, co
     shapes = {name: shape for name, (_, shape) in layout.entries[part].items()}
     chunks = encode_stream(shapes, ((name, file.tensor(name)) for name in sorted(shapes)), codec)
     return blobs.put_stream(f"versions/{part}/{manifest['version']:08d}-{codec}", ".safetensors", chunks)
-
-
-def interface_rule(layout: Layout) -> OuterRule:
-    """Each close moves the interface by its round's mean over the number of blocks: B closes make one mean over all accepted updates."""
-    return OuterRule("sgd", 1 / layout.blocks)
-
-
-def interface_step(step: Step) -> Step:
-    """The same round's step of the shared interface."""
-    return replace(step, part=INTERFACE, rule=interface_rule(step.layout))
 
 
 def _open(blobs: Blobs, blob: Mapping[str, Any], part: str) -> TensorFile:

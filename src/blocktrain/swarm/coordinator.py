@@ -74,8 +74,10 @@ from blocktrain.swarm.state import (
 from blocktrain.swarm.store import BlobSource, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
-SNAPSHOT_EVERY = 500  # events of journal
+SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
+FLUSH_S = 1.0  # for so long the ledger's newest bytes may be in memory only
 NOTES_KEPT = 1000
+SWEEP_S = 60.0  # between looks for parts of uploads that nobody will finish
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class PartWriter:
 class Refused(Exception):
     """A request that ends with an answer of the rules, or of the door before them."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Any) -> None:  # an Answer of the rules, or one that is a message already
         super().__init__(answer.reason)
         self.answer = answer
 
@@ -170,11 +172,16 @@ class Coordinator:
         self.run, self.config, self.layout, self.store, self.text = run, config, layout, store, text
         self.clock, self.say = clock, say
         self._lock, self._closing = threading.RLock(), threading.Lock()
-        self._offset, self.seq = 0.0, 0
+        self._offset, self.seq, self._swept_at = 0.0, 0, clock()
         self._bytes: dict[tuple[str, str, str, str], int] = {}
-        self._bytes_lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
+        self._snapshot_seq = 0
+        self._caught_up = False  # nothing has been read from the journal since our own newest event
+        self._sessions: dict[str, Session] = {}  # by the hash of their secret
+        self._secrets: dict[str, str] = {}  # worker -> that hash
+        self._busy: set[str] = set()  # keys of uploads of which a request is being answered
         self._again = False  # something that is due could not be done
+        self._norms: dict[str, dict[str, float]] = {}  # of pending updates, by part
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
         self._problems: dict[str, str] = {}  # what cannot go on just now -> why
@@ -227,15 +234,26 @@ class Coordinator:
         with self.store.transaction() as tx:
             newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
             self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
+            self._snapshot_seq = self.seq
             self._catch_up(tx)
         self._stale = False
 
     def _catch_up(self, tx: Transaction) -> None:
-        """Apply what other processes have appended."""
-        for seq, text in tx.events_after(self.seq):
+        """Apply what other processes have appended; from their snapshot where the journal does not reach back far enough."""
+        events = tx.events_after(self.seq)
+        if events and events[0][0] > self.seq + 1:
+            newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
+            self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
+            events = [(seq, text) for seq, text in events if seq > self.seq]
+        for seq, text in events:
             self.machine.apply(from_tagged_json(EVENTS, text))
             self.seq = seq
         self._offset = max(self._offset, self.machine.state.now - self.clock())
+
+    def _look(self) -> None:
+        """Read what other processes have appended."""
+        with self._lock, self.store.transaction() as tx:
+            self._catch_up(tx)
 
     def now(self) -> float:
         """Seconds on the run's own clock: it goes on where the last process left it."""
@@ -253,10 +271,11 @@ class Coordinator:
                     self._catch_up(tx)
                     event = make(self.now())
                     answer = self.machine.apply(event)
-                    tx.put(store.events, seq=self.seq + 1, event=to_tagged_json(event))
+                    tx.append(self.seq + 1, to_tagged_json(event))
                     also(tx, answer)
-                    self._flush_bytes(tx)
+                    self._flush_bytes(tx, FLUSH_S)
                 self.seq += 1
+                self._caught_up = True
             except BaseException as error:
                 self._stale = True
                 if isinstance(error, OSError):
@@ -265,19 +284,21 @@ class Coordinator:
                     self._reload()
                 raise
             self.resume("journal")
-            if self.seq % SNAPSHOT_EVERY == 0:
+            if self.seq - self._snapshot_seq >= SNAPSHOT_EVERY + len(self.machine.state.assignments) + len(self.machine.state.workers):
                 self._snapshot()
         self.changed()
         return answer
 
     def _snapshot(self) -> None:
+        self._snapshot_seq = self.seq
         try:
             with self.store.transaction() as tx:
                 tx.put(store.snapshots, seq=self.seq, state=to_json(self.machine.state))
             crash.point("snapshot.before_delete")
             with self.store.transaction() as tx:
                 tx.execute(store.snapshots.delete().where(store.snapshots.c.seq < self.seq))
-                tx.execute(store.events.delete().where(store.events.c.seq <= self.seq))
+                # Enough of the journal stays for other processes to see that they are behind.
+                tx.execute(store.events.delete().where(store.events.c.seq <= self.seq - SNAPSHOT_EVERY))
                 newest = sa.select(sa.func.max(store.notes.c.id)).scalar_subquery()
                 tx.execute(store.notes.delete().where(store.notes.c.id < newest - NOTES_KEPT))
         except OSError as error:
@@ -300,22 +321,26 @@ class Coordinator:
             self.log("the run goes on")
 
     def log(self, text: str) -> None:
-        """A sentence for the log and the page."""
+        """A sentence for the log and the page, on one line whoever wrote it."""
+        text = _one_line(text)
         self._log.append((self.now(), text))
         self.say(text)
 
     # --- The ledger ---
 
     def count(self, worker: str, part: str, kind: str, direction: str, num_bytes: int) -> None:
-        """Bytes that moved; they reach the database with the next event or tick."""
+        """Bytes that moved; they reach the database with the first event or tick when FLUSH_S have passed since the last did."""
         if num_bytes:
             with self._bytes_lock:
                 place = worker, part, kind, direction
                 self._bytes[place] = self._bytes.get(place, 0) + num_bytes
 
-    def _flush_bytes(self, tx: Transaction) -> None:
+    def _flush_bytes(self, tx: Transaction, every_s: float = 0.0) -> None:
+        now = self.clock()
+        if now < self._flushed_at + every_s and len(self._bytes) < SNAPSHOT_EVERY:
+            return
         with self._bytes_lock:
-            counted, self._bytes = self._bytes, {}
+            counted, self._bytes, self._flushed_at = self._bytes, {}, now
         try:
             tx.add_bytes(counted)
         except BaseException:
@@ -387,6 +412,8 @@ class Coordinator:
         name = self.token_name(token)
         if name is None:
             raise Refused(Answer("revoked", "token: unknown or revoked"))
+        if request.protocol != PROTOCOL:
+            raise ProtocolError(f"protocol: the worker speaks {request.protocol}, the coordinator {PROTOCOL}; install the same version")
         if request.run_id != self.run_id:
             raise ProtocolError(f"run_id: {request.run_id} is not this run, which is {self.run_id}")
         if request.config_digest != self.config_digest:
@@ -400,6 +427,8 @@ class Coordinator:
             raise Refused(Answer("wait", f"the run has {len(members)} workers, limits.max_workers is reached", time_left_s=30.0))
 
         def also(tx: Transaction, answer: Answer) -> None:
+            if not tx.rows(sa.select(store.tokens.c.name).where(store.tokens.c.name == name, store.tokens.c.revoked.is_(False))):
+                raise Refused(Answer("revoked", "token: revoked"))  # in between
             if answer.kind == "ok":
                 row = {"process": request.process, "hash": identity.hashed(session), "token": name, "public_key": request.public_key}
                 tx.put(store.sessions, worker=worker, **row)
@@ -408,9 +437,13 @@ class Coordinator:
         answer = self.record(lambda now: Join(now, worker, request.process, request.capacity, request.takeover), also)
         if answer.refused:
             raise Refused(answer)
-        self._sessions = {secret: held for secret, held in self._sessions.items() if held.worker != worker}
+        self._sessions.pop(self._secrets.pop(worker, ""), None)
         self.log(f"worker {worker} joined, it can hold {request.capacity} block{'s' * (request.capacity != 1)}")
         return JoinReply(worker=worker, session=session, reason=answer.reason, heartbeat_s=self.machine.state.rules.heartbeat_limit_s / 4)
+
+    def knows(self, secret: str) -> bool:
+        """Whether this is a session that was heard of before, so that nothing has to be looked up for it."""
+        return identity.hashed(secret) in self._sessions
 
     def session(self, secret: str) -> Session:
         """Whose session this is. Raises Refused."""
@@ -422,6 +455,8 @@ class Coordinator:
             if not rows:
                 raise Refused(Answer("revoked", "session: unknown, or another process of this worker has joined since"))
             found = self._sessions[digest] = Session(rows[0]["worker"], rows[0]["process"])
+            self._sessions.pop(self._secrets.get(found.worker, ""), None)
+            self._secrets[found.worker] = digest
         self._require_right(found.worker)
         return found
 
@@ -527,21 +562,41 @@ class Coordinator:
         expected = self._update_size(assignment)
         if request.size != expected:
             raise ProtocolError(f"size: {request.size} bytes, this update has {expected} as {self.config.outer.up_codec}")
-        free = self.store.blobs.free_bytes()
-        if free is not None and free - request.size < self.config.limits.free_disk_mb * (1 << 20):
-            self._needed = request.size + int(self.config.limits.free_disk_mb * (1 << 20))
-            problem = f"the coordinator's disk has {free >> 20} MiB left, an update of {request.size >> 10} KiB does not fit"
-            self.pause("disk", problem)
-            raise OSError(problem)
+        self._require_room(request.size)
         answer = self.record(lambda now: Begin(now, who.worker, who.process, request.key))
         crash.point("begin.after_record")
-        return BeginReply(
-            kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=self._received(request.key, request.sha256)
-        )
+        with self._alone_with(request.key):
+            settled = self._own(who, request.key).answer is not None
+            received = list(range(-(-expected // self.part_bytes))) if settled else self._received(request.key, request.sha256)
+        return BeginReply(kind=answer.kind, reason=answer.reason, key=request.key, part_bytes=self.part_bytes, received=received)
+
+    @contextmanager
+    def _alone_with(self, key: str) -> Iterator[None]:
+        """Nothing else touches the parts of this upload, so what the gate has seen is what will be averaged. Raises Refused where it is busy."""
+        with self._lock:
+            if key in self._busy:
+                raise Refused(Answer("wait", f"assignment {key}: another request about its upload is being answered", key, 1.0))
+            self._busy.add(key)
+        try:
+            yield
+        finally:
+            self._busy.discard(key)
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Raises OSError where so many bytes more would fill the disk."""
+        free = self.store.blobs.free_bytes()
+        if free is not None and free - num_bytes < self.config.limits.free_disk_mb * (1 << 20):
+            self._needed = num_bytes + int(self.config.limits.free_disk_mb * (1 << 20))
+            problem = f"the coordinator's disk has {free >> 20} MiB left, {num_bytes >> 10} KiB of an update do not fit"
+            self.pause("disk", problem)
+            raise OSError(problem)
 
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
         assignment = self.machine.state.assignments.get(key)
+        if assignment is None or (assignment.answer is None and assignment.upload is None):
+            self._look()  # another coordinator may know more
+            assignment = self.machine.state.assignments.get(key)
         if assignment is None:
             raise Refused(Answer("unknown", f"assignment {key} is not known, or was settled long ago", key))
         if assignment.worker != who.worker:
@@ -564,13 +619,41 @@ class Coordinator:
         return min(self.part_bytes, size - index * self.part_bytes)
 
     def open_part(self, key: str, sha256: str, index: int) -> PartWriter:
-        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update."""
+        """Where a part's bytes go until its digest is known to be right; `sha256` is that of the whole update.
+
+        Parts of another update under this key are dropped.
+        """
+        self._require_room(self.part_bytes)
+        with self._alone_with(key):
+            self._require_open(key)
+            self._received(key, sha256)
         return PartWriter(self, _part_name(key, sha256, index))
 
     def no_room(self, problem: str) -> None:
         """A part could not be written."""
         self._needed = self.part_bytes
         self.pause("disk", f"an update could not be written: {problem}")
+
+    def keep_part(self, key: str, writer: PartWriter) -> None:
+        """A part is here whole. Raises Refused where its assignment has been settled meanwhile."""
+        try:
+            with self._alone_with(key):
+                self._require_open(key)
+                writer.keep()
+        except Refused:
+            writer.discard()
+            raise
+
+    def _require_open(self, key: str) -> None:
+        """Raises Refused where an assignment has its answer."""
+        assignment = self.machine.state.assignments.get(key)
+        if assignment is None or (assignment.answer is None and assignment.upload is None):
+            self._look()  # another coordinator may know more
+            assignment = self.machine.state.assignments.get(key)
+        if assignment is None:
+            raise Refused(Answer("unknown", f"assignment {key} is not known, or was settled long ago", key))
+        if assignment.answer is not None:
+            raise Refused(assignment.answer)
 
     def part_booked_on(self, key: str) -> str:
         """The part of the model on which an upload's bytes are booked: the first block of its span."""
@@ -586,6 +669,10 @@ class Coordinator:
 
     def commit(self, who: Session, request: CommitRequest) -> CommitReply:
         """An update is here whole: the gate, then the rules. A repeat gets the first answer again."""
+        with self._alone_with(request.key):
+            return self._commit(who, request)
+
+    def _commit(self, who: Session, request: CommitRequest) -> CommitReply:
         assignment = self._own(who, request.key)
         if assignment.answer is not None:
             return _commit_reply(assignment.answer)
@@ -627,7 +714,9 @@ class Coordinator:
 
         answer = self.record(lambda now: Push(now, who.worker, who.process, request.key, request.num_samples, fault), also)
         crash.point("commit.after_record")
-        if not answer.accepted:
+        if answer.accepted:
+            self._norms[request.key] = norms
+        else:
             self._refused(who.worker, assignment.blocks[0], answer.reason)
             self.store.blobs.delete(names)
         self.tick_soon()
@@ -642,11 +731,7 @@ class Coordinator:
         sizes = [self.store.blobs.size(name) for name in names]
         if None not in sizes and sum(size or 0 for size in sizes) == request.size:
             source = BlobSource(self.store.blobs, [(name, size or 0) for name, size in zip(names, sizes, strict=True)])
-            digest = hashlib.sha256()
-            for name, size in source.parts:
-                for chunk in self.store.blobs.chunks(name, 0, size):
-                    digest.update(chunk)
-            if digest.hexdigest() == request.sha256:
+            if self._digest(source) == request.sha256:
                 return source
             self.store.blobs.delete(names)
         return None
@@ -664,17 +749,24 @@ class Coordinator:
             copies = tx.rows(
                 sa.select(store.updates.c.key).where(same, store.updates.c.kind.in_(["fresh", "late"]), store.updates.c.key != assignment.key)
             )
-            others = tx.rows(sa.select(store.updates.c.metrics).where(store.updates.c.key.in_(pending))) if pending else []
         if copies and any(norms.values()):  # whoever's rate is 0 moves nothing, and honestly so
             return norms, f"its bytes are those of update {copies[0]['key']}: copied or replayed"
         rule = NormRule(self.config.outer.norm_limit, self.config.outer.norm_beyond)
-        return norms, aggregate.norm_fault(norms, [json.loads(row["metrics"])["norms"] for row in others], rule)
+        return norms, aggregate.norm_fault(norms, self._norms_of(pending), rule)
+
+    def _norms_of(self, keys: set[str]) -> list[dict[str, float]]:
+        """Norms of accepted updates; most were measured by this process."""
+        if missing := keys - self._norms.keys():
+            with self.store.transaction() as tx:
+                rows = tx.rows(sa.select(store.updates.c.key, store.updates.c.metrics).where(store.updates.c.key.in_(missing)))
+            self._norms |= {row["key"]: json.loads(row["metrics"])["norms"] for row in rows}
+        return [self._norms[key] for key in keys if key in self._norms]
 
     def _refused(self, worker: str, block: int | None, reason: str) -> None:
         self.log(f"worker {worker}: refused: {reason}")
         try:
             with self.store.transaction() as tx:
-                tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=reason)
+                tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=_one_line(reason))
         except OSError as error:
             self.pause("journal", str(error))
 
@@ -699,6 +791,8 @@ class Coordinator:
                 made += self._carry_out(decision)
             if not due or self._again:
                 break
+        if self.clock() - self._swept_at > SWEEP_S:
+            self._sweep_uploads()
         return made
 
     def _look_for_room(self) -> None:
@@ -708,10 +802,11 @@ class Coordinator:
 
     def _due(self) -> list[Decision]:
         with self._lock:
-            with self.store.transaction() as tx:
-                self._catch_up(tx)
-                if self._bytes:
-                    self._flush_bytes(tx)
+            caught_up, self._caught_up = self._caught_up, False
+            if not caught_up:  # what other processes append in the meantime, the next tick or event sees
+                with self.store.transaction() as tx:
+                    self._catch_up(tx)
+                    self._flush_bytes(tx, FLUSH_S)
             return self.machine.due(self.now())
 
     def _carry_out(self, decision: Decision) -> int:
@@ -755,6 +850,8 @@ class Coordinator:
                 self._again = True
                 return 0
             self.log(answer.reason)
+            for key in rows:
+                self._norms.pop(key, None)
             self._drop_old(manifests, rows)
         self.closed()
         self.changed()
@@ -762,36 +859,22 @@ class Coordinator:
 
     def _next_manifests(self, decision: Decision, rows: Mapping[str, Mapping[str, Any]], interface: int) -> list[dict[str, Any]]:
         part, outer = part_of(decision.block), self.config.outer
-        arrived = {key: self._arrived(row) for key, row in rows.items()}
-        damaged = {share.key for share in decision.shares if not self._is_whole(arrived[share.key])}
-        for share in decision.shares:
-            if share.key in damaged:
-                lost = "its stored bytes are not those that were accepted; it is left out of the mean, its samples stay counted"
-                self._refused(share.worker, decision.block, f"update {share.key}: {lost}")
-        shares = [share for share in decision.shares if share.key not in damaged]
-        rule = NormRule(outer.norm_limit, outer.norm_beyond)
-        found = aggregate.contributions(part, self.layout, shares, arrived, rule)
-        base = self.manifest(part, decision.version)
-        self._require_sound(base)
+        arrived = {key: there for key, row in rows.items() if (there := self._arrived(row))}
+        shares = [share for share in decision.shares if share.key in arrived]
         crash.point("close.before_write")
-        outer_rule = OuterRule(outer.optimizer, outer.lr, outer.momentum)
-        step = aggregate.Step(self.store.blobs, self.layout, part, base, found, outer_rule, decision.fresh, outer.down_codec)
-        manifests = [aggregate.next_version(step) | self._story(decision, rows) | {"damaged": sorted(damaged)}]
+
+        def step(part: str, before: dict[str, Any], rule: OuterRule) -> dict[str, Any]:
+            self._require_sound(before)
+            norms = NormRule(outer.norm_limit, outer.norm_beyond)
+            found = aggregate.contributions(part, decision.block, self.layout, shares, arrived, norms)
+            blobs, fresh = self.store.blobs, decision.fresh
+            return aggregate.next_version(aggregate.Step(blobs, self.layout, part, decision.block, before, found, rule, fresh, outer.down_codec))
+
+        moved = step(part, self.manifest(part, decision.version), OuterRule(outer.optimizer, outer.lr, outer.momentum))
+        manifests = [moved | self._story(decision, rows) | {"damaged": sorted(rows.keys() - arrived.keys())}]
         crash.point("close.after_block")
         if interface >= 0:
-            shared = aggregate.contributions(INTERFACE, self.layout, shares, arrived, rule)
-            self._require_sound(self.manifest(INTERFACE, interface))
-            step = aggregate.Step(
-                self.store.blobs,
-                self.layout,
-                INTERFACE,
-                self.manifest(INTERFACE, interface),
-                shared,
-                aggregate.interface_rule(self.layout),
-                decision.fresh,
-                outer.down_codec,
-            )
-            manifests.append(aggregate.next_version(step) | {"block": decision.block})
+            manifests.append(step(INTERFACE, self.manifest(INTERFACE, interface), OuterRule()) | {"block": decision.block})
             crash.point("close.after_interface")
         return manifests
 
@@ -804,25 +887,38 @@ class Coordinator:
         block = self.machine.state.blocks[decision.block]
         tokens = block.tokens + sum(u.tokens for u in block.pending if u.key in rows)
         share = decision.reported / decision.assigned if decision.assigned else None
-        return {"shares": shares, "reason": decision.reason, "ce": ce, "tokens": tokens, "fresh": decision.fresh, "participation": share}
+        return {
+            "block": decision.block,
+            "shares": shares,
+            "reason": decision.reason,
+            "ce": ce,
+            "tokens": tokens,
+            "fresh": decision.fresh,
+            "participation": share,
+        }
 
-    def _arrived(self, row: Mapping[str, Any]) -> aggregate.Arrived:
+    def _arrived(self, row: Mapping[str, Any]) -> aggregate.Arrived | None:
+        """An update as it was accepted; None, with a word in the log, where its bytes have been lost or damaged since."""
         blocks = json.loads(row["blocks"])
         source = BlobSource(self.store.blobs, [(name, size) for name, size in json.loads(row["parts"])])
+        if self._digest(source) != row["sha256"]:
+            self.log(f"block {blocks[0]}: the file of update {row['key']} by worker {row['worker']} has been lost or damaged; it is left out")
+            return None
         norms = json.loads(row["metrics"])["norms"]
         return aggregate.Arrived(row["key"], blocks[0], blocks[-1] + 1, source, row["sha256"], norms)
 
     # --- Damage ---
 
-    def _is_whole(self, update: aggregate.Arrived) -> bool:
-        """Whether a stored update is still what was accepted."""
+    def _digest(self, source: BlobSource) -> str:
+        """sha256 of what can be read of it."""
         digest = hashlib.sha256()
-        for name, size in update.source.parts:
-            if self.store.blobs.size(name) != size:
-                return False
-            for chunk in self.store.blobs.chunks(name, 0, size):
-                digest.update(chunk)
-        return digest.hexdigest() == update.sha256
+        try:
+            for name, size in source.parts:
+                for chunk in self.store.blobs.chunks(name, 0, size):
+                    digest.update(chunk)
+        except FileNotFoundError:
+            return ""
+        return digest.hexdigest()
 
     def _require_sound(self, manifest: Mapping[str, Any]) -> None:
         """Nothing is built upon a damaged version. Raises OSError naming the file."""
@@ -879,13 +975,22 @@ class Coordinator:
 
     def _sweep_files(self) -> None:
         """Files that a crash left: scratch, and parts of uploads that nobody will finish."""
-        blobs, state = self.store.blobs, self.machine.state
-        blobs.delete(blobs.names("scratch/"))
+        self.store.blobs.delete(self.store.blobs.names("scratch/"))
+        self._sweep_uploads()
+
+    def _sweep_uploads(self) -> None:
+        """Parts of uploads that nobody will finish."""
+        self._swept_at = self.clock()
         if self.config.limits.keep_updates:
             return
-        needed = {update.key for block in state.blocks for update in block.pending}
-        needed |= {key for key, assignment in state.assignments.items() if assignment.answer is None}
-        blobs.delete(name for name in blobs.names("updates/") if name.split("/")[1] not in needed)
+        blobs = self.store.blobs
+        there = blobs.names("updates/")
+        with self._lock, self.store.transaction() as tx:
+            self._catch_up(tx)
+            state = self.machine.state
+            needed = {update.key for block in state.blocks for update in block.pending}
+            needed |= {key for key, assignment in state.assignments.items() if assignment.answer is None}
+        blobs.delete(name for name in there if name.split("/")[1] not in needed)
 
     # --- Changes from outside ---
 
@@ -931,6 +1036,10 @@ class Coordinator:
         with self._lock, self.store.transaction() as tx:
             self._flush_bytes(tx)
             return tx.rows(sa.select(store.ledger))
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _commit_reply(answer: Answer) -> CommitReply:

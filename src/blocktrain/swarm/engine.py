@@ -234,13 +234,13 @@ class TrainingEngine:
             for part in sorted(self.layout.parts_of(work.first, work.stop)):
                 base = TensorFile(FileSource(self._path(files[part])), part, self.layout.entries[part])
                 state = _module(stack, part).state_dict()
-                for name in self.layout.trainable[part]:
+                for name in self.layout.moved_by(work.first, part):
                     yield f"{part}/{name}", state[name].detach().cpu().float() - base.tensor(name).float()
 
         def residual(name: str) -> Tensor | None:
             part, _, tensor = name.partition("/")
             file = before[part]
-            return file.tensor(tensor) if file else None
+            return file.tensor(tensor) if file and tensor in file.entries else None
 
         def keep(name: str, tensor: Tensor) -> None:
             part, _, inner = name.partition("/")
@@ -255,6 +255,8 @@ class TrainingEngine:
             file.flush()
             os.fsync(file.fileno())
         for part, tensors in left.items():
+            if (earlier := before[part]) is not None:  # of tensors that this update does not move
+                tensors |= {name: earlier.tensor(name) for name in earlier.entries.keys() - tensors.keys()}
             entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             with open(self.folder / f"residual-{part}.new", "wb") as file:
                 for chunk in tensor_stream(entries, sorted(tensors.items())):
@@ -266,14 +268,16 @@ class TrainingEngine:
 
     def _residual(self, part: str) -> TensorFile | None:
         path = self.folder / f"residual-{part}.safetensors"
-        shapes = self.layout.part_shapes(part)
+        if not path.exists():
+            return None
         try:
-            return (
-                TensorFile(FileSource(path), path.name, {name: (torch.float32, shape) for name, shape in shapes.items()}) if path.exists() else None
-            )
+            file = TensorFile(FileSource(path), path.name)
         except (BlockTrainError, OSError) as error:
             self.say(f"{error}; what earlier updates left out is forgotten")
             return None
+        shapes = self.layout.part_shapes(part)
+        good = all(shapes.get(name) == shape and dtype == torch.float32 for name, (dtype, shape) in file.entries.items())
+        return file if good else None
 
     def _handed_in_before(self, work: Work) -> Trained | None:
         """The update of this very assignment, where an earlier process of this worker has finished it."""

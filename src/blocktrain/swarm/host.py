@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -41,11 +43,14 @@ from blocktrain.swarm.protocol import BlobRef, JoinLine, parse_join_line
 from blocktrain.swarm.server import Service
 from blocktrain.swarm.status import status
 from blocktrain.swarm.store import Store, open_store
+from blocktrain.swarm.wire import mind_the_silent, serving
 from blocktrain.training.data import Corpus, load_corpus
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERYWHERE = ("0.0.0.0", "::")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
+MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 1 << 20), (-1, 1 << 24), (-8, 2)  # glibc's malloc.h: option, value
 LINGER_S = 5.0  # after the end of a run, for workers to hear of it
 
 
@@ -86,7 +91,8 @@ class Host:
             raise ConfigError(
                 f"{self.run}: was trained on one machine (it has checkpoints and no swarm folder); use a new run folder for many workers"
             )
-        self.socket = self._bind()
+        self.socket = bind(self.host, self.port)
+        self.port = self.socket.getsockname()[1]
         corpus = self._corpus()
         self.run.mkdir(parents=True, exist_ok=True)
         opened = open_store(self.run / "swarm")
@@ -107,22 +113,6 @@ class Host:
         data = self.config.data
         return load_corpus(data.corpus, heldout=data.heldout, heldout_fraction=data.heldout_fraction)
 
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if os.name != "nt":
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((self.host, self.port))
-            bound.listen(512)
-        except OSError as error:
-            bound.close()
-            raise ConfigError(
-                f"--listen {self.host}:{self.port}: {error.strerror}; is another coordinator running? Port 0 takes a free one"
-            ) from None
-        self.port = bound.getsockname()[1]
-        return bound
-
     def _join_line(self, fingerprint: str) -> JoinLine:
         path = self.run / "swarm" / "join-line"
         token = self.coordinator.token_named(FIRST_TOKEN)
@@ -139,12 +129,11 @@ class Host:
     def _reachable(self) -> tuple[str, int]:
         """Host and port by which workers get here: never an address that only means something on this machine, unless it is all there is."""
         if self.public:
-            host, _, port = self.public.rpartition(":") if self.public.count(":") == 1 else (self.public, "", "")
-            return host, int(port) if port.isdigit() else self.port
-        if self.host not in ("0.0.0.0", "::"):
+            return _public_address(self.public, self.port)
+        if self.host not in EVERYWHERE:
             return self.host, self.port
         found = outward_address(self.host)
-        if not found or found.startswith("127."):
+        if not found or found in LOOPBACK or found.startswith("127.") or found in EVERYWHERE:
             raise ConfigError(f"--listen {self.host}: this machine has no address that others could reach; name one with --public HOST")
         return found, self.port
 
@@ -160,15 +149,8 @@ class Host:
     def serve(self) -> int:
         """Until the run is finished, or a signal; returns the exit code."""
         with self._tls_files() as files:
-            settings: dict[str, Any] = {
-                "log_level": "error",
-                "access_log": False,
-                "timeout_keep_alive": 75,
-                "timeout_graceful_shutdown": 3,
-                "lifespan": "off",
-                "http": "httptools",
-            }
-            server = uvicorn.Server(uvicorn.Config(self.service.app, **settings, **files))
+            steady_memory()
+            server = make_server(self.service.app, **files)
             self.service.start()
             self._looking = threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True)
             self._looking.start()
@@ -308,6 +290,36 @@ class Host:
                 self._stop(server, 1)
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Its protocol is named, or asyncio leaves Nagle's algorithm on and each reply waits 40 ms for an acknowledgement."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name != "nt":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        mind_the_silent(bound)
+        bound.bind((host, port))
+        bound.listen(512)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"--listen {host}:{port}: {error.strerror}; is another coordinator running? Port 0 takes a free one") from None
+    return bound
+
+
+def make_server(app: Any, **files: Any) -> uvicorn.Server:
+    """The HTTP server of a coordinator."""
+    return uvicorn.Server(uvicorn.Config(app, **serving(), **files))
+
+
+def steady_memory() -> None:
+    """Have this process give back what it freed, so that it stays as small as what it holds. Does nothing where the C library is not glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for option, value in (MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX):
+        mallopt(option, value)
+
+
 async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await server.serve(sockets=[bound])
@@ -323,6 +335,16 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen {text}: expected HOST:PORT, for example 127.0.0.1:7700 or 0.0.0.0:7700")
     return host, int(port)
+
+
+def _public_address(text: str, port: int) -> tuple[str, int]:
+    """HOST, HOST:PORT, [HOST]:PORT or an IPv6 address alone."""
+    match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+):(\d+)|(.+)", text)
+    host = match and (match[1] or match[3] or match[5])
+    given = int(match[2] or match[4] or port) if match else 0
+    if not host or not 0 < given < 65536 or re.search(r"[\s/@\[\]]", host):
+        raise ConfigError(f"--public {text}: expected HOST or HOST:PORT, for example train.example.org:7700")
+    return host, given
 
 
 def outward_address(host: str) -> str:

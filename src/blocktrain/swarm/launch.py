@@ -76,12 +76,17 @@ def own_folder(folder: Path | None, run_id: str, name: str) -> tuple[Path, Any]:
         if lock is None:
             raise CheckpointError(f"{folder}: another worker is running in it; give each its own --folder")
         return folder, lock
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain" / "workers" / run_id
+    base = workers_folder() / run_id
     for slot in range(1, SLOTS + 1):
         place = base / (name if slot == 1 else f"{name}-{slot}")
         if (lock := _locked(place)) is not None:
             return place, lock
     raise CheckpointError(f"{base}: {SLOTS} workers of this name are running here")
+
+
+def workers_folder() -> Path:
+    """Where workers keep their files unless they are told otherwise: a folder for each run, and one for each worker in it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blocktrain" / "workers"
 
 
 def _locked(folder: Path) -> Any:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import random
 import shutil
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+import httpcore2
 import httpx2
 from pydantic import ValidationError
 
@@ -43,7 +47,8 @@ from blocktrain.swarm.protocol import (
     hello_text,
     join_text,
 )
-from blocktrain.swarm.worker import Told, WorkerStopped
+from blocktrain.swarm.replies import Again, heard
+from blocktrain.swarm.worker import WorkerStopped
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -53,14 +58,24 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 TIMEOUT = httpx2.Timeout(connect=10.0, read=120.0, write=60.0, pool=None)
 FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  # a stalled transfer is broken off and resumed
 DAMAGED = 5  # times that a file may arrive with the wrong digest
+UNREADABLE = 3  # answers in a row that are none
+REPLY_BYTES = 1 << 26  # of the longest message
 
 
-class _Again(Exception):
-    """A request to repeat, after so many seconds if that is known."""
+setattr(httpcore2.AsyncHTTP11Connection, "READ_NUM_BYTES", 1 << 18)  # noqa: B010 (typed as one number) as much as asyncio reads at once
 
-    def __init__(self, reason: str, after_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
+
+class _Damaged(Exception):
+    """An answer that is none: damaged on the way, or not from a coordinator."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What came back."""
+
+    path: str
+    status: int
+    content: bytes
 
 
 class HttpLink:
@@ -88,7 +103,7 @@ class HttpLink:
 
     async def _http(self) -> httpx2.AsyncClient:
         if self._client is None:
-            verify: Any = True
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
             if self.line.scheme == "https":
                 verify = await asyncio.to_thread(self._pinned)
             limits = httpx2.Limits(max_connections=8, max_keepalive_connections=4, keepalive_expiry=60.0)
@@ -102,7 +117,7 @@ class HttpLink:
         try:
             pem = ssl.get_server_certificate((self.line.host, self.line.port), timeout=10)
         except OSError as error:
-            raise _Again(f"cannot connect: {error}") from None
+            raise Again(f"cannot connect: {error}") from None
         self._check_fingerprint(pem)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -118,9 +133,13 @@ class HttpLink:
     async def hello(self) -> Hello:
         """The coordinator's word and proof of who it is."""
         nonce = os.urandom(16).hex()
-        reply = await self._get(f"/v1/hello?nonce={nonce}", Hello, secret="")
-        if reply.protocol != PROTOCOL:
-            raise ConfigError(f"join line: the coordinator speaks protocol {reply.protocol}, this worker {PROTOCOL}; install the same version")
+
+        async def once() -> Hello:
+            reply = await _exchange(await self._http(), "GET", f"/v1/hello?nonce={nonce}", None, self._headers(""))
+            _check_protocol(reply)
+            return _read(reply, Hello)
+
+        reply = await self._until_through(once, self.patience_s)
         if reply.run_id != self.line.run_id:
             raise ConfigError(f"join line: {self.line.url} has the run {reply.run_id}, the line says {self.line.run_id}")
         self._check_fingerprint(reply.certificate)
@@ -174,10 +193,8 @@ class HttpLink:
         await self._post("/v1/leave", None, Answer, patience_s=5.0)
 
     async def put_part(self, key: str, sha256: str, index: int, source: Source, start: int, stop: int) -> None:
-        digest = hashlib.sha256()
-        for at in range(start, stop, CHUNK):
-            digest.update(source.read(at, min(stop, at + CHUNK)))
-        path = f"/v1/updates/{key}/{sha256}/parts/{index}?part_sha256={digest.hexdigest()}"
+        digest = await asyncio.to_thread(_digest, source, start, stop)
+        path = f"/v1/updates/{key}/{sha256}/parts/{index}?part_sha256={digest}"
 
         async def once() -> Answer:
             async def body() -> AsyncIterator[bytes]:
@@ -186,14 +203,13 @@ class HttpLink:
 
             http = await self._http()
             headers = self._headers(self._session) | {"content-length": str(stop - start), "content-type": "application/octet-stream"}
-            reply = _read(await http.put(path, content=body(), headers=headers), Answer, damaged_is_again=True)
-            return reply
+            return _read(await _exchange(http, "PUT", path, body(), headers), Answer, damaged_is_again=True)
 
         await self._until_through(once, self.patience_s)
 
     async def _get(self, path: str, kind: type[M], secret: str) -> M:
         async def once() -> M:
-            return _read(await (await self._http()).get(path, headers=self._headers(secret)), kind)
+            return _read(await _exchange(await self._http(), "GET", path, None, self._headers(secret)), kind)
 
         return await self._until_through(once, self.patience_s)
 
@@ -201,25 +217,34 @@ class HttpLink:
         async def once() -> M:
             headers = self._headers(self._session if secret is None else secret)
             content = body.model_dump_json().encode() if body else b""
-            return _read(await (await self._http()).post(path, content=content, headers=headers | {"content-type": "application/json"}), kind)
+            return _read(await _exchange(await self._http(), "POST", path, content, headers | {"content-type": "application/json"}), kind)
 
         return await self._until_through(once, self.patience_s if patience_s is None else patience_s)
 
     def _headers(self, secret: str) -> dict[str, str]:
-        return {"authorization": f"Bearer {secret}"} if secret else {}
+        return {"accept-encoding": "identity"} | ({"authorization": f"Bearer {secret}"} if secret else {})
 
-    async def _until_through(self, once: Callable[[], Awaitable[T]], patience_s: float) -> T:
-        """Repeat what failed on the way; a word of why, and of how long it will go on, whenever the reason changes."""
-        loop, told, attempt = asyncio.get_running_loop(), "", 0
+    async def _until_through(self, once: Callable[[], Awaitable[T]], patience_s: float, got: Callable[[], int] = lambda: 0) -> T:
+        """Repeat what failed on the way; a word of why, and of how long it will go on, whenever the reason changes.
+
+        Where more of a file is here than before (`got`), patience begins anew.
+        """
+        loop, told, attempt, unreadable, had = asyncio.get_running_loop(), "", 0, 0, got()
         end = loop.time() + patience_s
         while True:
             after = None
             try:
                 return await once()
-            except _Again as error:
+            except Again as error:
                 reason, after = str(error), error.after_s
+            except _Damaged as error:
+                reason, unreadable = str(error), unreadable + 1
+                if unreadable >= UNREADABLE:
+                    raise ProtocolError(f"{self.line.url}: {reason}") from None
             except (httpx2.TransportError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            if (here := got()) > had:
+                had, attempt, end = here, 0, loop.time() + patience_s
             left = end - loop.time()
             if left <= 0:
                 raise WorkerStopped(f"{self.line.url}: gave up after {patience_s:.0f} s ({reason})")
@@ -242,13 +267,14 @@ class HttpLink:
         assert target is not None, "over HTTP a file is fetched to somewhere"
         scratch = target.with_name(f"{target.name}.{blob.sha256[:16]}.part")
         scratch.parent.mkdir(parents=True, exist_ok=True)
-        have = scratch.stat().st_size if scratch.exists() else 0
+        have = _size(scratch)
         free = shutil.disk_usage(scratch.parent).free
         if free < blob.size - have + (1 << 20):
             raise MemoryLimitError(f"{scratch.parent}: {blob.size - have:,} bytes are needed for {target.name}, {free:,} are free on this disk")
         for _ in range(DAMAGED):
-            await self._until_through(lambda: self._download(blob, scratch), self.patience_s)
-            if await asyncio.to_thread(_sha256, scratch) == blob.sha256:
+            digest = _FileDigest(scratch)
+            await self._until_through(partial(self._download, blob, digest), self.patience_s, lambda: _size(scratch))
+            if await asyncio.to_thread(digest.hexdigest) == blob.sha256:
                 os.replace(scratch, target)
                 return
             scratch.unlink()
@@ -257,9 +283,10 @@ class HttpLink:
             f"{blob.name}: arrived with a wrong sha256 {DAMAGED} times: the coordinator's copy is damaged, or something changes bytes on the way"
         )
 
-    async def _download(self, blob: BlobRef, scratch: Path) -> None:
+    async def _download(self, blob: BlobRef, digest: _FileDigest) -> None:
         """Append what is still missing."""
-        have = scratch.stat().st_size if scratch.exists() else 0
+        scratch = digest.path
+        have = _size(scratch)
         if have > blob.size:
             scratch.unlink()
             have = 0
@@ -271,43 +298,118 @@ class HttpLink:
         http = await self._http()
         async with http.stream("GET", f"/v1/blobs/{blob.name}", headers=headers, timeout=FILE_TIMEOUT) as response:
             if response.status_code not in (200, 206):
-                await response.aread()
-                _read(response, Answer)
-                raise _Again(f"{blob.name}: status {response.status_code}")
-            with open(scratch, "ab" if response.status_code == 206 else "wb") as file:
-                size = have if response.status_code == 206 else 0
-                async for chunk in response.aiter_raw(CHUNK):
-                    size += len(chunk)
-                    if size > blob.size:
-                        break
-                    await asyncio.to_thread(file.write, chunk)
+                _read(await _whole(response), Answer)
+                raise Again(f"{blob.name}: status {response.status_code}")
+            size = await self._append(response, digest, have if response.status_code == 206 else 0, blob.size)
         if size < blob.size:
-            raise _Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
+            raise Again(f"{blob.name}: broke off at {size:,} of {blob.size:,} bytes, going on from there")
         if size > blob.size:
             scratch.unlink()
-            raise _Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
+            raise Again(f"{blob.name}: is longer than the {blob.size:,} bytes that were announced")
+
+    async def _append(self, response: httpx2.Response, digest: _FileDigest, size: int, limit: int) -> int:
+        """Write what comes after the first `size` bytes, until there is no more or too much; returns how many bytes there are then."""
+        pieces, gathered = list[bytes](), 0
+        writing: asyncio.Future[None] | None = None
+        with open(digest.path, "ab" if size else "wb", buffering=0) as file:
+            try:
+                async for piece in response.aiter_raw():
+                    pieces.append(piece)
+                    gathered += len(piece)
+                    if gathered < CHUNK and size + gathered <= limit:
+                        continue
+                    if writing:
+                        await writing
+                    writing = asyncio.ensure_future(asyncio.to_thread(digest.write, file, size, pieces))  # while the next ones come
+                    size, pieces, gathered = size + gathered, [], 0
+                    if size > limit:
+                        break
+            finally:
+                if writing:
+                    await writing
+                digest.write(file, size, pieces)
+        return size + gathered
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class _FileDigest:
+    """The sha256 of a file that grows at its end, kept as it does so; what it has not seen is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size, self.digest = path, 0, hashlib.sha256()
+
+    def write(self, file: BinaryIO, at: int, pieces: list[bytes]) -> None:
+        """Append to the file, which has `at` bytes."""
+        self._catch_up(at)
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
+            self.digest.update(piece)
+            self.size += len(piece)
+
+    def hexdigest(self) -> str:
+        self._catch_up(self.path.stat().st_size)
+        return self.digest.hexdigest()
+
+    def _catch_up(self, size: int) -> None:
+        if self.size > size:  # it was begun again
+            self.size, self.digest = 0, hashlib.sha256()
+        if self.size == size:
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.size)
+            while self.size < size and (piece := file.read(min(CHUNK, size - self.size))):
+                self.digest.update(piece)
+                self.size += len(piece)
 
 
-def _read(response: httpx2.Response, kind: type[M], *, damaged_is_again: bool = False) -> M:
-    """A message from a reply; raises _Again where it may be repeated, Told where the coordinator says no."""
-    if response.status_code == 200:
-        try:
-            return kind.model_validate_json(response.content)
-        except ValidationError as error:
-            raise ProtocolError(f"reply of {response.url.path}: {error.errors()[0]['msg']}") from None
+def _digest(source: Source, start: int, stop: int) -> str:
+    digest = hashlib.sha256()
+    for at in range(start, stop, CHUNK):
+        digest.update(source.read(at, min(stop, at + CHUNK)))
+    return digest.hexdigest()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+async def _exchange(http: httpx2.AsyncClient, method: str, path: str, content: Any, headers: dict[str, str]) -> _Reply:
+    async with http.stream(method, path, content=content, headers=headers) as response:
+        return await _whole(response)
+
+
+async def _whole(response: httpx2.Response) -> _Reply:
+    """A message as it came, not unpacked, and no longer than a message can be."""
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > REPLY_BYTES:
+            raise ProtocolError(f"{response.url.path}: an answer of more than {REPLY_BYTES:,} bytes, not from a BlockTrain coordinator")
+    return _Reply(response.url.path, response.status_code, bytes(content))
+
+
+def _check_protocol(reply: _Reply) -> None:
+    """Raises ConfigError for a coordinator of another version, whatever else it says."""
     try:
-        answer = Answer.model_validate_json(response.content)
+        spoken = json.loads(reply.content)["protocol"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return
+    if spoken != PROTOCOL:
+        raise ConfigError(f"join line: the coordinator speaks protocol {str(spoken)[:20]}, this worker {PROTOCOL}; install the same version")
+
+
+def _read(reply: _Reply, kind: type[M], *, damaged_is_again: bool = False) -> M:
+    """A message from a reply; raises Again or _Damaged where it may be repeated, Told where the coordinator says no."""
+    if reply.status == 200:
+        try:
+            return kind.model_validate_json(reply.content)
+        except ValidationError as error:
+            raise _Damaged(f"reply of {reply.path}: {error.errors()[0]['msg']}") from None
+    try:
+        answer = Answer.model_validate_json(reply.content)
     except ValidationError:
-        if response.status_code >= 500 or response.status_code in (408, 425, 429):
-            raise _Again(f"status {response.status_code}") from None
-        raise ProtocolError(f"{response.url.path}: status {response.status_code}, not from a BlockTrain coordinator") from None
-    busy = response.status_code >= 500 or response.status_code in (400, 408)
-    too_many = response.status_code == 429 and answer.reason.startswith("more than")
-    if busy or too_many or (damaged_is_again and answer.kind == "resend"):
-        raise _Again(answer.reason, answer.retry_after_s or None)
-    raise Told(answer.kind, answer.reason, answer.retry_after_s)
+        if reply.status >= 500 or reply.status in (408, 425, 429):
+            raise Again(f"status {reply.status}") from None
+        raise _Damaged(f"{reply.path}: status {reply.status}, not from a BlockTrain coordinator") from None
+    raise heard(reply.status, answer, damaged_is_again=damaged_is_again)

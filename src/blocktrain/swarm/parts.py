@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blocktrain.config import RunConfig, make_config, merge_fields
 from blocktrain.diffusion.noise import make_partition
@@ -35,6 +35,8 @@ class Layout:
     trainable: Mapping[str, tuple[str, ...]]  # part -> tensors that an update changes, sorted
     initial: Callable[[str], Iterator[tuple[str, Tensor]]]  # the first version of a part, in the order of names
     interface_travels: bool
+    starts: int = 1  # blocks at which a span may begin
+    only_first: frozenset[str] = frozenset()  # tensors of the interface that only spans from block 0 on move
 
     def parts_of(self, first: int, stop: int) -> list[str]:
         """Parts that an update of blocks first .. stop - 1 changes."""
@@ -44,9 +46,18 @@ class Layout:
         """Of the tensors that learn, by their names in the part."""
         return {name: self.entries[part][name][1] for name in self.trainable[part]}
 
+    def moved_by(self, first: int, part: str) -> tuple[str, ...]:
+        """Tensors of a part that spans from block `first` on move: where blocks are chained, the token embedding only hears of block 0."""
+        names = self.trainable[part]
+        return names if part != INTERFACE or first == 0 else tuple(name for name in names if name not in self.only_first)
+
+    def num_starts(self, name: str) -> int:
+        """At how many blocks spans may begin that move this tensor of the interface."""
+        return 1 if name in self.only_first else self.starts
+
     def update_shapes(self, first: int, stop: int) -> dict[str, tuple[int, ...]]:
         """Of an update of blocks first .. stop - 1, by their names in the update."""
-        return {f"{part}/{name}": shape for part in self.parts_of(first, stop) for name, shape in self.part_shapes(part).items()}
+        return {f"{part}/{name}": self.entries[part][name][1] for part in self.parts_of(first, stop) for name in self.moved_by(first, part)}
 
     @property
     def digest(self) -> str:
@@ -67,7 +78,10 @@ def layout_of(config: RunConfig) -> Layout:
         entries[part] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
         role = part if part == INTERFACE else "last" if part == part_of(config.model.blocks - 1) else "block"
         trainable[part] = tuple(sorted(name for name in entries[part] if name in learns[role]))
-    return Layout(config.model.blocks, entries, trainable, lambda part: _initial(config, part), config.outer.interface == "averaged")
+    only_first = learns[INTERFACE] - learns["interface of later blocks"] if config.model.blocks > 1 else frozenset()
+    starts = config.model.blocks - config.round.min_span + 1
+    travels = config.outer.interface == "averaged"
+    return Layout(config.model.blocks, entries, trainable, lambda part: _initial(config, part), travels, starts, only_first)
 
 
 def _initial(config: RunConfig, part: str) -> Iterator[tuple[str, Tensor]]:
@@ -88,7 +102,7 @@ def _draw_readouts(interface: Interface, seed: int) -> None:
 
 
 def _learning(config: RunConfig) -> dict[str, frozenset[str]]:
-    """Names of the tensors that get a gradient, by role: interface, block, last."""
+    """Names of the tensors that get a gradient, by role: interface, interface of later blocks, block, last."""
     text = config.model_copy(update={"evaluate": type(config.evaluate)()}).model_dump_json()
     return _learning_of(text)
 
@@ -103,8 +117,14 @@ def _learning_of(config_json: str) -> dict[str, frozenset[str]]:
     stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
     ids = torch.arange(5)[None]
     views = make_views(config, make_partition(config.noise, blocks), ids[:, :-1], ids[:, 1:], 0)
-    objective = SpanObjective(stack, config, views)
+    found: dict[str, frozenset[str]] = {}
     for b in range(blocks):
-        objective.loss((b, b + 1)).loss.backward()
-    modules = {INTERFACE: stack.interface, "block": stack.block(0), "last": stack.block(blocks - 1)}
-    return {role: frozenset(name for name, p in module.named_parameters() if p.grad is not None) for role, module in modules.items()}
+        stack.interface.zero_grad(set_to_none=True)
+        SpanObjective(stack, config, views).loss((b, b + 1)).loss.backward()
+        found["interface of later blocks" if b else INTERFACE] = _with_gradient(stack.interface)
+    found[INTERFACE] |= found.get("interface of later blocks", frozenset())
+    return found | {"block": _with_gradient(stack.block(0)), "last": _with_gradient(stack.block(blocks - 1))}
+
+
+def _with_gradient(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in module.named_parameters() if parameter.grad is not None)

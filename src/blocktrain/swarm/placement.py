@@ -35,10 +35,10 @@ def place(index: Index, worker: Worker, now: float) -> Placement | None:
     blocks, rules = index.state.blocks, index.state.rules
     left = [time_left(rules, block, now) for block in blocks]
     done = [index.done(block) for block in blocks]
-    candidates = _candidates(index, worker, now, left, done)
+    expected = [len(block.pending) + len(index.waiting(block, now)) for block in blocks]
+    candidates = _candidates(index, worker, now, left, done, expected)
     if not candidates:
         return None
-    expected = [len(block.pending) + len(index.waiting(block, now)) for block in blocks]
 
     def rank(span: range) -> tuple[object, ...]:
         wanted = [(expected[i], blocks[i].tokens) for i in span if not done[i]]
@@ -52,10 +52,11 @@ def place(index: Index, worker: Worker, now: float) -> Placement | None:
     return Placement(tuple(blocks[i] for i in best), min(left[i] for i, wait in zip(best, waits, strict=True) if wait), waits)
 
 
-def _candidates(index: Index, worker: Worker, now: float, left: list[float], done: list[bool]) -> list[range]:
+def _candidates(index: Index, worker: Worker, now: float, left: list[float], done: list[bool], expected: list[int]) -> list[range]:
     """Spans with a place for the worker, as long as it can hold; shorter ones where blocks that are done leave no place for those."""
     blocks, rules = index.state.blocks, index.state.rules
-    is_open = [not index.took_part(worker.name, block) and not reason_to_end(index, block, now) for block in blocks]
+    most = rules.replicas or math.inf
+    is_open = [e < most and not index.took_part(worker.name, b) and not reason_to_end(index, b, now) for b, e in zip(blocks, expected, strict=True)]
     longest = min(worker.capacity, rules.max_span, len(blocks))
     shortest = min(longest, rules.min_span) if any(done) else longest
     for length in range(longest, shortest - 1, -1):

@@ -26,6 +26,9 @@ Key = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[0-9]+$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Codec = Literal["fp32", "bf16", "int8"]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Figure = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
+Part = Annotated[str, Field(pattern=r"^(interface|block-[0-9]{3,9})$")]
+BlobName = Annotated[str, Field(pattern=r"^(versions|text)/[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?$", max_length=200)]
 
 
 class Message(BaseModel):
@@ -57,9 +60,9 @@ class Hello(Message):
 class BlobRef(Message):
     """A file to fetch: GET /v1/blobs/NAME."""
 
-    name: str
-    size: int
-    sha256: str
+    name: BlobName
+    size: Count
+    sha256: Sha256
 
 
 class RunInfo(Message):
@@ -72,7 +75,7 @@ class RunInfo(Message):
     config_digest: str
     corpus: str
     text: BlobRef
-    text_digest: str
+    text_digest: Hex
 
 
 class JoinRequest(Message):
@@ -102,15 +105,15 @@ class AskRequest(Message):
 class Delta(Message):
     """What turns version - 1 into `version`: an encoded update."""
 
-    version: int
+    version: Count
     blob: BlobRef
 
 
 class PartFiles(Message):
     """A version of a part and how to get it: whole, or from an older version by deltas (rising, ending in `version`)."""
 
-    part: str
-    version: int
+    part: Part
+    version: Count
     full: BlobRef  # of an upstream part it may be coded: codec
     codec: Literal["file", "fp32", "bf16", "int8"] = "file"
     deltas: list[Delta] = []
@@ -119,11 +122,11 @@ class PartFiles(Message):
 class Work(Message):
     """An assignment as the worker trains it."""
 
-    key: str
-    first: int  # block
-    stop: int  # one past the last block
-    steps: list[tuple[int, int]]
-    schedule_step: int  # where the learning rate of the span stands
+    key: Key
+    first: Count  # block
+    stop: Count  # one past the last block
+    steps: list[tuple[Count, Count]]
+    schedule_step: Count  # where the learning rate of the span stands
     parts: list[PartFiles]  # interface, upstream blocks, own blocks
     codec: Codec  # of the update
 
@@ -147,10 +150,10 @@ class BeginReply(Answer):
 class Metrics(Message):
     """What the inner loop measured; shown, never acted on."""
 
-    ce: float | None = None  # nats per byte over the assignment
-    loss: float | None = None
-    tokens_per_s: float | None = None
-    seconds: float | None = None
+    ce: Figure | None = None  # nats per byte over the assignment
+    loss: Figure | None = None
+    tokens_per_s: Figure | None = None
+    seconds: Figure | None = None
 
 
 class CommitRequest(Message):

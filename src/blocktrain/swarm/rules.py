@@ -33,6 +33,7 @@ class Rules:
     target_steps: int = 0  # that each block is to take in all; 0: no end
     min_span: int = 1  # consecutive blocks that one worker trains together
     max_span: int = 1
+    replicas: int = 0  # updates that one round of a block expects at most; 0 is no limit
     max_age: int = 3  # versions that an update may be behind
     strikes: int = 3  # refusals by the gate that suspend a worker
     suspension_s: float = 600.0
@@ -42,7 +43,8 @@ class Rules:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= (0 if field.name in ("max_age", "target_steps") else 1e-6)):
+            least = 0 if field.name in ("max_age", "replicas", "target_steps") else 1e-6
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
                 raise ConfigError(f"round.{field.name}: must be a positive, finite number, got {value}")
         if self.min_span > self.max_span:
             raise ConfigError(f"round.min_span: {self.min_span} is more than round.max_span {self.max_span}")

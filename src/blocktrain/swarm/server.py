@@ -4,7 +4,7 @@ Every request but hello, status and the page shows a secret: a token to join, a 
 limited; before a session is looked up its address or worker is held to a rate. Bytes are counted as they pass, headers included, and booked on the
 worker and part they belong to. Files are served in ranges to a limited number at a time; who comes later is told its place in line.
 
-Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; STATUS says which code a kind becomes.
+Handlers are thin: they translate between HTTP and `Coordinator`, whose answers carry kind and reason; replies.py says which code a kind becomes.
 (No postponed annotations here: the parameters of handlers are read when they are defined.)
 """
 
@@ -14,10 +14,14 @@ import hashlib
 import re
 import threading
 import time
-from collections import OrderedDict
+import traceback
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from typing import Annotated, Any
 
+import anyio
 import limits as rate
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -27,7 +31,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.swarm.coordinator import Coordinator, Refused, Session
+from blocktrain.swarm.coordinator import Coordinator, PartWriter, Refused, Session
 from blocktrain.swarm.dashboard import add_page
 from blocktrain.swarm.protocol import (
     Answer,
@@ -43,27 +47,27 @@ from blocktrain.swarm.protocol import (
     JoinRequest,
     RunInfo,
 )
+from blocktrain.swarm.replies import ASK_WAIT_S, answered, find_blob, given_back, granted, refusal
 from blocktrain.swarm.status import status
 
-STATUS = {
-    **dict.fromkeys(("ok", "assigned", "wait", "finished", "fresh", "late"), 200),
-    **{"revoked": 401, "forbidden": 403, "unknown": 404, "conflict": 409, "resend": 409, "too_old": 410, "returned": 410},
-    **{"unfit": 422, "invalid": 422, "suspended": 429},
-}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 422, 429, 500, 503, 507)
+    code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 422, 429, 431, 500, 503, 507)
 }
-BLOB = re.compile(r"(versions|text)/[A-Za-z0-9._/-]{1,200}")
 CHUNK = 1 << 20
-PART_STALL_S = 60.0  # without a byte of a part
+PIECES = 1 << 19  # bytes of a part that are written at once
+DISK_THREADS = 4  # that write parts
+GATES = 2  # updates that are inspected at once: each takes a few tensors' memory
+HEAD_BYTES = 32 * 1024
+STALL_S = 60.0  # without a byte, either way
+SLOWEST = 1024  # bytes a second
+EACH = 2  # downloads, or parts that come in, of one worker at once
 LINE_S = 15.0  # a place in line is kept for so long without a request
-ASK_WAIT_S = 5.0  # an ask that finds nothing waits so long for a round to end
 
 FileResponse.chunk_size = CHUNK
 
 
 class Door:
-    """ASGI middleware: body limits, and bytes counted as moved."""
+    """ASGI middleware: limits and patience for what comes in, and bytes counted as moved."""
 
     def __init__(self, app: Any, coordinator: Coordinator) -> None:
         self.app, self.coordinator = app, coordinator
@@ -73,33 +77,14 @@ class Door:
             await self.app(scope, receive, send)
             return
         account = scope.setdefault("state", {}).setdefault("account", {"worker": "", "part": "", "kind": "control"})
-        up = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope["path"]) + 20
-        down, limit = 0, self._limit(scope)
-        too_long = _number(dict(scope["headers"]).get(b"content-length", b"0")) > limit
-
-        async def counted_receive() -> Any:
-            nonlocal up
-            message = await receive()
-            up += len(message.get("body", b""))
-            if up > limit + (1 << 16) + len(scope["path"]):
-                raise HTTPException(413, f"body: longer than the {limit} bytes that are allowed here")
-            return message
-
-        async def counted_send(message: Any) -> None:
-            nonlocal down
-            if message["type"] == "http.response.start":
-                down += sum(len(name) + len(value) + 4 for name, value in message.get("headers", ())) + 17
-            await send(message)
-            down += len(message.get("body", b""))
-
+        passage = Passage(scope, receive, send, self._limit(scope))
         try:
-            if too_long:
-                answer = Answer(kind="invalid", reason=f"body: longer than the {limit} bytes that are allowed here")
-                await JSONResponse(answer.model_dump(), 413, headers={"connection": "close"})(scope, receive, counted_send)
-                return
-            await self.app(scope, counted_receive, counted_send)
+            if wrong := passage.wrong():
+                await _reply(wrong.status_code, "invalid", wrong.detail)(scope, receive, passage.send)
+            else:
+                await self.app(scope, passage.receive, passage.send)
         finally:
-            for direction, count in (("up", up), ("down", down)):
+            for direction, count in (("up", passage.up), ("down", passage.down)):
                 self.coordinator.count(account["worker"], account["part"], account["kind"], direction, count)
 
     def _limit(self, scope: Any) -> int:
@@ -107,11 +92,69 @@ class Door:
         return self.coordinator.part_bytes if is_part else self.coordinator.config.limits.json_kb * 1024
 
 
+class Passage:
+    """One request on its way in and its answer on the way out.
+
+    A body must come without a stall of STALL_S, and after that time at SLOWEST bytes a second on average. An answer that is given before the
+    body was heard to its end closes the connection, unless what is left is known to be short: else it would be read for as long as its sender likes.
+    """
+
+    def __init__(self, scope: Any, receive: Any, send: Any, limit: int) -> None:
+        self._receive, self._send, self.limit = receive, send, limit
+        headers = scope["headers"]
+        self.head = sum(len(name) + len(value) + 4 for name, value in headers)
+        self.up = self.head + len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"]) + 14
+        self.down, self.body, self.began = 0, 0, time.monotonic()
+        named = dict(headers)
+        self.declared = _number(named.get(b"content-length", b"0"))
+        self.whole = not self.declared and b"transfer-encoding" not in named
+        self.closes = self.declared > limit or b"transfer-encoding" in named or b"expect" in named
+        self.coding = named.get(b"content-encoding", b"identity")
+
+    def wrong(self) -> HTTPException | None:
+        """What is refused before anything is read."""
+        if self.declared > self.limit:
+            return self._too_long()
+        if self.head > HEAD_BYTES:
+            return HTTPException(431, f"headers: longer than the {HEAD_BYTES} bytes that are allowed")
+        if self.coding.lower() != b"identity":
+            return HTTPException(415, "content-encoding: bodies are taken as they are, not packed")
+        return None
+
+    def _too_long(self) -> HTTPException:
+        return HTTPException(413, f"body: longer than the {self.limit} bytes that are allowed here")
+
+    async def receive(self) -> Any:
+        if self.whole:  # only its sender's going away is still to be heard
+            return await self._receive()
+        left = self.began + STALL_S + self.body / SLOWEST - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, min(STALL_S, left))):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, "body: came too slowly, or not at all") from None
+        count = len(message.get("body", b""))
+        self.up, self.body = self.up + count, self.body + count
+        self.whole = not message.get("more_body", False)
+        if self.body > self.limit:
+            raise self._too_long()
+        return message
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if self.closes and not self.whole:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            self.down += sum(len(name) + len(value) + 4 for name, value in message.get("headers", ())) + 19
+        async with asyncio.timeout(STALL_S):  # for a reader who has stopped reading
+            await self._send(message)
+        self.down += len(message.get("body", b""))
+
+
 class Line:
-    """A limited number of places, and a fair queue before them: first come, first served."""
+    """A limited number of places, few of them for any one, and a fair queue before them: first come, first served."""
 
     def __init__(self, places: int) -> None:
-        self.places, self.inside = places, 0
+        self.places, self.inside = places, Counter[str]()
         self.waiting: OrderedDict[str, float] = OrderedDict()  # who -> last heard
 
     def enter(self, who: str, now: float) -> int:
@@ -120,18 +163,47 @@ class Line:
             if now - heard > LINE_S:
                 del self.waiting[other]
         ahead = list(self.waiting).index(who) if who in self.waiting else len(self.waiting)
-        if self.inside + ahead < self.places:
+        if self.inside.total() + ahead < self.places and self.inside[who] < EACH:
             self.waiting.pop(who, None)
-            self.inside += 1
+            self.inside[who] += 1
             return 0
         self.waiting[who] = now
         return ahead + 1
 
-    def leave(self) -> None:
-        self.inside -= 1
+    def leave(self, who: str) -> None:
+        self.inside[who] -= 1
+        self.inside += Counter()  # drops zeros
 
 
-def _bearer(request: Request) -> str:
+class InLine(Response):
+    """A file for whoever has a place, the place in line for whoever has none.
+
+    A place is taken when the answer begins and given back however it ends.
+    """
+
+    def __init__(self, line: Line, who: str, has_place: Callable[[], Response]) -> None:
+        super().__init__()
+        self.line, self.who, self.has_place = line, who, has_place
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        line = self.line
+        if place := line.enter(self.who, time.monotonic()):
+            reason = f"{line.inside.total()} downloads are served, place {place} of {len(line.waiting)} in line"
+            await _reply(503, "wait", reason, retry_after_s=1.0, place=place)(scope, receive, send)
+            return
+        try:
+            await self.has_place()(scope, receive, send)
+        except TimeoutError:
+            return  # the reader has stopped reading; returning with the answer unfinished ends the connection
+        except RuntimeError as error:
+            if "does not exist" not in str(error):
+                raise
+            await _reply(404, "unknown", "blob: it is not here any more")(scope, receive, send)
+        finally:
+            line.leave(self.who)
+
+
+async def _bearer(request: Request) -> str:
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret or len(secret) > 200:
         raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
@@ -145,6 +217,9 @@ class Service:
         self.coordinator = coordinator
         self.extra_status = extra_status
         self.line = Line(coordinator.config.limits.parallel_transfers)
+        self.incoming = Counter[str]()  # worker -> parts on their way
+        self.disk = ThreadPoolExecutor(DISK_THREADS, "disk")
+        self.gates = asyncio.Semaphore(GATES)
         self.window = rate.strategies.MovingWindowRateLimiter(rate.storage.MemoryStorage())
         self._due, self._stopping = threading.Event(), False
         self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -162,6 +237,7 @@ class Service:
         self._stopping = True
         self._due.set()
         self.thread.join(timeout=60)
+        self.disk.shutdown()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -173,12 +249,18 @@ class Service:
             except OSError:
                 pass  # the coordinator has said why it is paused
             except Exception as error:  # a bug must not end the run in silence
-                self.coordinator.log(f"error: {type(error).__name__}: {error}")
-                import traceback
-
-                traceback.print_exc()
+                self._tell_of(error)
             self._due.wait(wait)
             self._due.clear()
+
+    def _tell_of(self, error: Exception) -> None:
+        self.coordinator.log(f"error: {type(error).__name__}: {error}")
+        traceback.print_exception(error)
+
+    async def _bug(self, _: Request, error: Exception) -> Response:
+        """Nothing that comes from outside should get here."""
+        self._tell_of(error)
+        return _reply(500, "wait", "the coordinator made a mistake; its log says which")
 
     def _wake_askers(self) -> None:
         for loop, event in list(self._waiting):
@@ -204,15 +286,25 @@ class Service:
         app = FastAPI(title="BlockTrain coordinator", version="1", openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None, responses=ERRORS)
         app.add_middleware(Door, coordinator=self.coordinator)
         app.exception_handler(Refused)(_refused)
-        app.exception_handler(BlockTrainError)(_wrong)
-        app.exception_handler(OSError)(_no_room)
+        app.exception_handler(BlockTrainError)(_refused)
+        app.exception_handler(OSError)(_refused)
         app.exception_handler(RequestValidationError)(_invalid)
         app.exception_handler(HTTPException)(_http_error)
         app.exception_handler(ClientDisconnect)(_gone)
+        app.exception_handler(Exception)(self._bug)
         self._add_door(app)
         self._add_work(app)
         self._add_files(app)
-        add_page(app, self.status)
+        watch = add_page(app, self.status)
+
+        @app.get("/v1/status")
+        async def get_status() -> dict[str, Any]:
+            """The run as its page shows it, at most a second old."""
+            look = await watch.look()
+            if look.status is None:
+                raise HTTPException(503, "the status could not be made; the coordinator's log says why")
+            return look.status
+
         return app
 
     def _add_door(self, app: FastAPI) -> None:
@@ -225,15 +317,11 @@ class Service:
                 raise HTTPException(503, coordinator.problem)
             return Answer(kind="ok", reason="the run goes on")
 
-        @app.get("/v1/status")
-        def get_status() -> dict[str, Any]:
-            """The run as its page shows it."""
-            return self.status()
-
         @app.get("/v1/hello")
-        def hello(request: Request, nonce: Annotated[str, Query(pattern=r"^[0-9a-f]{8,64}$")]) -> Hello:
+        def hello(request: Request, response: Response, nonce: Annotated[str, Query(pattern=r"^[0-9a-f]{8,64}$")]) -> Hello:
             """Who this coordinator is, proved by a signature over the caller's nonce."""
             self._limit(f"door {_address(request)}", self.coordinator.config.limits.joins_per_minute, 60)
+            response.headers["date"] = formatdate(usegmt=True)  # for people who compare logs; nothing depends on it
             return coordinator.hello(nonce)
 
         @app.get("/v1/run")
@@ -259,7 +347,7 @@ class Service:
         @app.post("/v1/beat")
         def beat(session: who) -> Answer:  # type: ignore[valid-type]
             """A sign of life."""
-            return _answered(coordinator.beat(session))
+            return answered(coordinator.beat(session))
 
         @app.post("/v1/ask")
         async def ask(body: AskRequest, session: who) -> AskReply:  # type: ignore[valid-type]
@@ -268,38 +356,28 @@ class Service:
             if reply.kind == "wait":
                 await self._new_version(min(ASK_WAIT_S, reply.retry_after_s))
                 reply = await run_in_threadpool(coordinator.ask, session, body.ask)
-            if STATUS[reply.kind] != 200:
-                raise Refused(reply)  # type: ignore[arg-type]
-            return reply
+            return granted(reply)
 
         @app.post("/v1/begin")
         def begin(request: Request, body: BeginRequest, session: who) -> BeginReply:  # type: ignore[valid-type]
             """An upload is about to start: from here on it may finish late and still counts."""
-            reply = coordinator.begin(session, body)
-            if STATUS[reply.kind] != 200:
-                raise Refused(reply)  # type: ignore[arg-type]
-            return reply
+            return granted(coordinator.begin(session, body))
 
         @app.post("/v1/commit")
-        def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
+        async def commit(body: CommitRequest, session: who) -> CommitReply:  # type: ignore[valid-type]
             """An update is here whole."""
-            reply = coordinator.commit(session, body)
-            if STATUS[reply.kind] != 200:
-                raise Refused(reply)  # type: ignore[arg-type]
-            return reply
+            async with self.gates:
+                return granted(await run_in_threadpool(coordinator.commit, session, body))
 
         @app.post("/v1/give-back")
         def give_back(body: GiveBackRequest, session: who) -> Answer:  # type: ignore[valid-type]
             """An assignment will not be finished."""
-            answer = coordinator.give_back(session, body.key, body.why)
-            if answer.kind not in ("returned", "too_old"):
-                raise Refused(answer)
-            return Answer(kind="ok", reason=answer.reason, key=body.key)
+            return given_back(coordinator.give_back(session, body.key, body.why), body.key)
 
         @app.post("/v1/leave")
         def leave(session: who) -> Answer:  # type: ignore[valid-type]
             """The worker stops; its open work is given to others."""
-            return _answered(coordinator.leave(session))
+            return answered(coordinator.leave(session))
 
     def _add_files(self, app: FastAPI) -> None:
         who = Annotated[Session, Depends(self._session)]
@@ -322,9 +400,13 @@ class Service:
             """A file of a version, or the text; whole or a range of it."""
             return await self._give_blob(request, session, name)
 
-    def _session(self, request: Request, secret: Annotated[str, Depends(_bearer)]) -> Session:
+    async def _session(self, request: Request, secret: Annotated[str, Depends(_bearer)]) -> Session:
         """Whose session this is; also a sign of life, and the account its bytes are booked on."""
-        session = self.coordinator.session(secret)
+        if self.coordinator.knows(secret):
+            session = self.coordinator.session(secret)
+        else:
+            self._limit(f"door {_address(request)}", self.coordinator.config.limits.joins_per_minute, 60)
+            session = await run_in_threadpool(self.coordinator.session, secret)
         request.state.account["worker"] = session.worker
         self._limit(f"worker {session.worker}", self.coordinator.config.limits.requests_per_s * 10, 10)
         return session
@@ -333,86 +415,87 @@ class Service:
         item = rate.RateLimitItemPerSecond(amount, seconds)
         if not self.window.hit(item, who):
             reset = self.window.get_window_stats(item, who).reset_time - time.time()
-            raise Refused(Answer(kind="suspended", reason=f"more than {amount} requests in {seconds} s", retry_after_s=max(0.1, reset)))  # type: ignore[arg-type]
+            raise Refused(Answer(kind="suspended", reason=f"more than {amount} requests in {seconds} s", retry_after_s=max(0.1, reset)))
+
+    def _admit_part(self, session: Session, key: str, sha256: str, index: int) -> tuple[int, PartWriter]:
+        """How long a part must be, and where it goes."""
+        length = self.coordinator.part_length(session, key, index)
+        self.coordinator.beat(session)
+        return length, self.coordinator.open_part(key, sha256, index)
 
     async def _take_part(self, request: Request, session: Session, key: str, sha256: str, index: int, part_sha256: str) -> Answer:
-        coordinator = self.coordinator
+        coordinator, who = self.coordinator, session.worker
         request.state.account.update(kind="updates", part=coordinator.part_booked_on(key))
-        length = await run_in_threadpool(coordinator.part_length, session, key, index)
-        await run_in_threadpool(coordinator.beat, session)
-        writer = await run_in_threadpool(coordinator.open_part, key, sha256, index)
-        digest, size = hashlib.sha256(), 0
+        if self.incoming[who] >= EACH:
+            raise Refused(Answer(kind="suspended", reason=f"more than {EACH} parts of one worker at once", retry_after_s=1.0))
+        self.incoming[who] += 1
         try:
-            async for piece in _pieces(request):
-                size += len(piece)
+            length, writer = await run_in_threadpool(self._admit_part, session, key, sha256, index)
+            try:
+                await self._receive_part(request, writer, index, length, part_sha256)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await run_in_threadpool(writer.discard)
+                raise
+            await run_in_threadpool(coordinator.keep_part, key, writer)
+        finally:
+            self.incoming[who] -= 1
+            self.incoming += Counter()  # drops zeros
+        return Answer(kind="ok", reason=f"part {index} is here", key=key)
+
+    async def _receive_part(self, request: Request, writer: PartWriter, index: int, length: int, sha256: str) -> None:
+        """The body into the writer, if it is what was announced; while some of it is written, more comes."""
+        digest, size, loop = hashlib.sha256(), 0, asyncio.get_running_loop()
+        writing: asyncio.Future[None] | None = None
+        try:
+            async for pieces in _pieces(request):
+                size += sum(map(len, pieces))
                 if size > length:
                     raise HTTPException(413, f"part {index}: longer than its {length} bytes")
-                await run_in_threadpool(_write, writer, digest, piece)
-            if size != length:
-                raise HTTPException(400, f"part {index}: has {size} bytes, it must have {length}")
-            if digest.hexdigest() != part_sha256:
-                raise HTTPException(409, f"part {index}: its sha256 is not the one that was announced; it was damaged on the way, send it again")
-        except BaseException:
-            await run_in_threadpool(writer.discard)
-            raise
-        await run_in_threadpool(writer.keep)
-        return Answer(kind="ok", reason=f"part {index} is here", key=key)
+                if writing:
+                    await asyncio.shield(writing)
+                writing = loop.run_in_executor(self.disk, _write, writer, digest, pieces)
+        finally:
+            if writing:
+                with anyio.CancelScope(shield=True):
+                    await writing
+        if size != length:
+            raise HTTPException(400, f"part {index}: has {size} bytes, it must have {length}")
+        if digest.hexdigest() != sha256:
+            raise HTTPException(409, f"part {index}: its sha256 is not the one that was announced; it was damaged on the way, send it again")
 
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
-        size = await run_in_threadpool(coordinator.store.blobs.size, name) if BLOB.fullmatch(name) and ".." not in name else None
-        if size is None:
-            raise HTTPException(404, f"blob {name[:100]}: there is none of that name, or not any more")
+        size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
         if problem := await run_in_threadpool(coordinator.damage_of, name):
             raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
-        kind, part = ("text", "text") if name.startswith("text/") else ("weights", name.split("/")[1])
-        place = self.line.enter(session.worker, time.monotonic())
-        if place:
-            reason = f"{self.line.inside} downloads are served, place {place} of {len(self.line.waiting)} in line"
-            return JSONResponse(Answer(kind="wait", reason=reason, retry_after_s=1.0, place=place).model_dump(), 503, headers={"retry-after": "1"})
-        request.state.account.update(kind=kind, part=part)
-        return self._leaving(_file_response(coordinator, name, size, request.headers.get("range")))
 
-    def _leaving(self, response: Response) -> Response:
-        """The same response, which leaves the line when it has been sent or has failed."""
-        inner = response.__call__
+        def file() -> Response:
+            request.state.account.update(kind=kind, part=part)
+            return _file_response(coordinator, name, size, request.headers.get("range"))
 
-        class Leaving(Response):
-            async def __call__(_, scope: Any, receive: Any, send: Any) -> None:
-                try:
-                    await inner(scope, receive, send)
-                finally:
-                    self.line.leave()
-
-        return Leaving()
+        return InLine(self.line, session.worker, file)
 
 
 # --- Pieces ---
 
 
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """The body in pieces of about a MiB; a stall of a minute ends it."""
-    stream = request.stream().__aiter__()
-    gathered, size = [], 0
-    while True:
-        try:
-            chunk = await asyncio.wait_for(stream.__anext__(), PART_STALL_S)
-        except StopAsyncIteration:
-            break
-        except TimeoutError:
-            raise HTTPException(408, f"part: no byte for {PART_STALL_S:.0f} s") from None
-        gathered.append(chunk)
+async def _pieces(request: Request) -> AsyncIterator[list[bytes]]:
+    """The body as it comes, about half a MiB at a time."""
+    pieces, size = list[bytes](), 0
+    async for chunk in request.stream():
+        pieces.append(chunk)
         size += len(chunk)
-        if size >= CHUNK:
-            yield b"".join(gathered)
-            gathered, size = [], 0
-    if gathered:
-        yield b"".join(gathered)
+        if size >= PIECES:
+            yield pieces
+            pieces, size = [], 0
+    yield pieces
 
 
-def _write(writer: Any, digest: Any, piece: bytes) -> None:
-    digest.update(piece)
-    writer.write(piece)
+def _write(writer: Any, digest: Any, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        digest.update(piece)
+        writer.write(piece)
 
 
 def _file_response(coordinator: Coordinator, name: str, size: int, ranged: str | None) -> Response:
@@ -446,12 +529,6 @@ def _address(request: Request) -> str:
     return request.client.host if request.client else "?"
 
 
-def _answered(answer: Any) -> Answer:
-    if STATUS[answer.kind] != 200:
-        raise Refused(answer)
-    return Answer(kind=answer.kind, reason=answer.reason, key=answer.key)
-
-
 def _reply(code: int, kind: str, reason: str, **more: Any) -> JSONResponse:
     headers = {"retry-after": str(max(1, round(more["retry_after_s"])))} if more.get("retry_after_s") else {}
     if code == 401:
@@ -460,24 +537,15 @@ def _reply(code: int, kind: str, reason: str, **more: Any) -> JSONResponse:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    answer = error.answer
-    left = getattr(answer, "retry_after_s", 0.0) or getattr(answer, "time_left_s", 0.0)
-    code = 503 if answer.kind == "wait" else STATUS[answer.kind]
-    return _reply(code, answer.kind, answer.reason, key=answer.key, retry_after_s=left)
-
-
-async def _wrong(_: Request, error: Any) -> Response:
-    return _reply(422, "invalid", str(error))
-
-
-async def _no_room(_: Request, error: Any) -> Response:
-    return _reply(507, "wait", f"the coordinator cannot write: {error}"[:300], retry_after_s=5.0)
+    code, answer = refusal(error)
+    return _reply(code, answer.kind, answer.reason, key=answer.key, retry_after_s=answer.retry_after_s)
 
 
 async def _invalid(_: Request, error: Any) -> Response:
     first = error.errors()[0]
+    code = 400 if first["type"] == "json_invalid" else 422  # what is not JSON was perhaps damaged on the way: it may be sent again
     place = ".".join(str(part) for part in first["loc"])
-    return _reply(422, "invalid", f"{place}: {first['msg']}"[:300])
+    return _reply(code, "invalid", f"{place}: {first['msg']}"[:300])
 
 
 async def _http_error(_: Request, error: Any) -> Response:

@@ -21,9 +21,11 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import obstore
 import sqlalchemy as sa
 from obstore.store import LocalStore, MemoryStore, from_url
 from sqlalchemy import event, exc, pool
+from sqlalchemy.dialects import postgresql, sqlite
 
 from blocktrain.errors import CheckpointError
 from blocktrain.serialization import sync_folder
@@ -127,15 +130,15 @@ class Transaction:
         self.connection = connection
 
     def events_after(self, seq: int) -> list[tuple[int, str]]:
-        rows = self.connection.execute(sa.select(events.c.seq, events.c.event).where(events.c.seq > seq).order_by(events.c.seq))
-        return [(row.seq, row.event) for row in rows]
+        return [(row[0], row[1]) for row in self.connection.execute(_EVENTS_AFTER, {"seq": seq}).all()]
+
+    def append(self, seq: int, event: str) -> None:
+        """The journal's next event; fails where another process has appended one under this `seq`."""
+        self.connection.execute(_APPEND, {"seq": seq, "event": event})
 
     def put(self, table: sa.Table, **values: Any) -> None:
         """Insert a row, or replace the one with the same key."""
-        keys = [column.name for column in table.primary_key.columns if column.name in values]
-        if keys:
-            self.connection.execute(table.delete().where(*(table.c[key] == values[key] for key in keys)))
-        self.connection.execute(table.insert().values(**values))
+        self.connection.execute(_put_statement(self.connection.dialect.name, table, tuple(values)), values)
 
     def rows(self, query: Any) -> list[Row]:
         return [dict(row._mapping) for row in self.connection.execute(query)]
@@ -146,10 +149,35 @@ class Transaction:
 
     def add_bytes(self, counts: Mapping[tuple[str, str, str, str], int]) -> None:
         """Add to the ledger: (worker, part, kind, direction) -> bytes."""
-        for (worker, part, kind, direction), count in counts.items():
-            same = (ledger.c.worker == worker, ledger.c.part == part, ledger.c.kind == kind, ledger.c.direction == direction)
-            if not self.execute(ledger.update().where(*same).values(bytes=ledger.c.bytes + count)):
-                self.connection.execute(ledger.insert().values(worker=worker, part=part, kind=kind, direction=direction, bytes=count))
+        if counts:
+            rows = [{"worker": w, "part": p, "kind": k, "direction": d, "bytes": count} for (w, p, k, d), count in counts.items()]
+            self.connection.execute(_add_statement(self.connection.dialect.name), rows)
+
+
+_EVENTS_AFTER = sa.select(events.c.seq, events.c.event).where(events.c.seq > sa.bindparam("seq")).order_by(events.c.seq)
+_APPEND = events.insert()
+
+
+def _insert(dialect: str, table: sa.Table) -> Any:
+    """An insert that can say what to do with a row that is there: what SQLite and PostgreSQL share beyond the standard."""
+    if dialect not in ("sqlite", "postgresql"):
+        raise CheckpointError(f"database: {dialect} is not known to work; use SQLite or PostgreSQL")
+    return (sqlite if dialect == "sqlite" else postgresql).insert(table)
+
+
+@cache
+def _put_statement(dialect: str, table: sa.Table, names: tuple[str, ...]) -> Any:
+    keys = [column.name for column in table.primary_key.columns if column.name in names]
+    statement = _insert(dialect, table)
+    return statement.on_conflict_do_update(index_elements=keys, set_={name: statement.excluded[name] for name in names}) if keys else statement
+
+
+@cache
+def _add_statement(dialect: str) -> Any:
+    statement = _insert(dialect, ledger)
+    return statement.on_conflict_do_update(
+        index_elements=["worker", "part", "kind", "direction"], set_={"bytes": ledger.c.bytes + statement.excluded.bytes}
+    )
 
 
 @contextmanager
@@ -179,9 +207,9 @@ class Blobs:
         writer.keep(name)
         return Blob(name, len(data), hashlib.sha256(data).hexdigest())
 
-    def writer(self) -> BlobWriter:
+    def writer(self) -> BlobWriter | FileWriter:
         """For a blob whose bytes come from outside, piece by piece."""
-        return BlobWriter(self)
+        return FileWriter(self.folder) if self.folder else BlobWriter(self)
 
     def put_stream(self, prefix: str, suffix: str, chunks: Iterable[bytes | memoryview]) -> Blob:
         """Write chunks as they come and name the blob PREFIX-<first 16 digits of its sha256>SUFFIX."""
@@ -192,7 +220,7 @@ class Blobs:
                 for start in range(0, len(view), 8 * CHUNK):
                     piece = view[start : start + 8 * CHUNK]
                     digest.update(piece)
-                    writer.write(bytes(piece))
+                    writer.write(piece)
                 size += len(view)
         except BaseException:
             writer.discard()
@@ -206,10 +234,14 @@ class Blobs:
         try:
             with _as_os_error():
                 return int(obstore.head(self.store, name)["size"])
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: nothing can have that name
             return None
 
     def read(self, name: str, start: int, stop: int) -> bytes:
+        if self.folder and stop > start:
+            with open(self.folder / name, "rb", buffering=0) as file:
+                file.seek(start)
+                return file.read(stop - start)
         with _as_os_error():
             return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
 
@@ -252,29 +284,19 @@ class BlobWriter:
         with _as_os_error():
             self.writer = obstore.open_writer(blobs.store, self.scratch, buffer_size=2 * CHUNK)
 
-    def write(self, piece: bytes) -> None:
+    def write(self, piece: bytes | memoryview) -> None:
         with _as_os_error():
-            self.writer.write(piece)
+            self.writer.write(bytes(piece))
 
     def keep(self, name: str) -> None:
         """Raises OSError, with nothing under the name, where there is no room."""
         try:
             with _as_os_error():
                 self.writer.close()
-                self._flush(self.blobs.path(self.scratch))
                 obstore.rename(self.blobs.store, self.scratch, name)
         except OSError:
             self.discard()
             raise
-        path = self.blobs.path(name)
-        if path is not None:
-            sync_folder(path.parent)
-
-    def _flush(self, path: Path | None) -> None:
-        """Of a local store: bytes on the disk before the name that promises them."""
-        if path is not None:
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
 
     def discard(self) -> None:
         """Also after a write that failed."""
@@ -282,6 +304,39 @@ class BlobWriter:
             self.writer.close()
         with suppress(OSError):
             self.blobs.delete([self.scratch])
+
+
+class FileWriter:
+    """The same where blobs are files: nothing is held in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.scratch = folder, folder / "scratch" / secrets.token_hex(8)
+        self.scratch.parent.mkdir(exist_ok=True)
+        self.file = open(self.scratch, "wb", buffering=0)  # noqa: SIM115 (until keep or discard)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        view = memoryview(piece)
+        while view:
+            view = view[self.file.write(view) :]
+
+    def keep(self, name: str) -> None:
+        """The bytes are on the disk before the name that promises them."""
+        try:
+            os.fsync(self.file.fileno())
+            self.file.close()
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.scratch, self.folder / name)
+        except OSError:
+            self.discard()
+            raise
+        sync_folder((self.folder / name).parent)
+
+    def discard(self) -> None:
+        """Also after a write that failed."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            self.scratch.unlink(missing_ok=True)
 
 
 class BlobSource:
@@ -311,6 +366,7 @@ class Store:
         self.blobs = blobs
         in_memory = database_url in ("sqlite://", "sqlite:///:memory:")
         more: dict[str, Any] = {"poolclass": pool.StaticPool} if in_memory else {}
+        self._alone: AbstractContextManager[Any] = threading.Lock() if in_memory else nullcontext()  # in memory all share one connection
         arguments = {"check_same_thread": False, "timeout": 30} if database_url.startswith("sqlite") else {}
         self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
         if self.engine.dialect.name == "sqlite":
@@ -325,7 +381,7 @@ class Store:
     def transaction(self) -> Iterator[Transaction]:
         """All or nothing; raises OSError where the disk is full or cannot be written."""
         try:
-            with self.engine.begin() as connection:
+            with self._alone, self.engine.begin() as connection:
                 yield Transaction(connection)
         except (exc.OperationalError, exc.DatabaseError) as error:
             raise OSError(f"database: {_first_line(error)}") from error

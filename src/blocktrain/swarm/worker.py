@@ -34,8 +34,10 @@ from blocktrain.swarm.protocol import (
 )
 
 FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to take
+FADES = 0.7  # what the memory of the slowest upload is multiplied by with each assignment
 MARGIN_S = 0.5
 RESENDS = 5
+LANES = 2  # parts of an update on their way at once
 PATIENT_S = 2.0  # beyond the heartbeat limit, for a place that a killed process may still hold
 DIVERGED = 3  # assignments that may diverge before the worker gives up
 
@@ -207,6 +209,12 @@ class Worker:
         while not self.stopping and (left := end - _now()) > 0:
             await asyncio.sleep(min(left, 1.0))
 
+    async def _sit_out(self, seconds: float) -> None:
+        """No step fits into what this round has left: the next one may. One slow upload is not to keep the worker out for ever."""
+        if self._upload_s is not None:
+            self._upload_s *= FADES
+        await self._rest(max(1.0, seconds))
+
     async def _do(self, work: Work, time_left_s: float) -> None:
         """One assignment, from its files to its answer."""
         began = _now()
@@ -222,7 +230,7 @@ class Worker:
             trained = await self.engine.train(work, seconds, lambda: self.stopping)
             if trained is None:
                 await self.link.give_back(work.key, "stopped before its first step" if self.stopping else "no time for one step and its upload")
-                await self._rest(1.0)
+                await self._sit_out(time_left_s - (_now() - began))
                 return
             await self._hand_in(work, trained)
         except Told as error:
@@ -240,7 +248,8 @@ class Worker:
         except DivergedError as error:
             self.engine.settled(work, False)
             self.diverged += 1
-            await self.link.give_back(work.key, str(error)[:200])
+            with contextlib.suppress(Told):  # its time may have passed
+                await self.link.give_back(work.key, str(error)[:200])
             if self.diverged >= DIVERGED:
                 raise
             self.say(f"{blocks}: {error}")
@@ -251,11 +260,7 @@ class Worker:
         request = BeginRequest(key=work.key, size=trained.source.size, sha256=trained.sha256)
         for _ in range(RESENDS):
             reply = await self.link.begin(request)
-            for index, start in enumerate(range(0, trained.source.size, reply.part_bytes)):
-                if index not in reply.received:
-                    stop = min(trained.source.size, start + reply.part_bytes)
-                    await self.link.put_part(work.key, trained.sha256, index, trained.source, start, stop)
-                    crash.point("worker.after_part")
+            await send_parts(self.link, work.key, trained.source, trained.sha256, reply)
             crash.point("worker.before_commit")
             try:
                 done = await self.link.commit(
@@ -272,7 +277,7 @@ class Worker:
         else:
             raise Told("returned", f"the update was damaged {RESENDS} times on its way")
         crash.point("worker.after_commit")
-        self._upload_s = max(_now() - began, (self._upload_s or 0.0) * 0.7)
+        self._upload_s = max(_now() - began, (self._upload_s or 0.0) * FADES)
         self.engine.settled(work, True)
         self.updates += 1
         ce = f", CE {trained.metrics.ce:.4f} nats/byte" if trained.metrics.ce is not None else ""
@@ -280,6 +285,25 @@ class Worker:
         self.say(
             f"block {work.first}{f'-{work.stop - 1}' * (work.stop - work.first > 1)}: {done.reason}{ce}{speed}, {trained.source.size:,} bytes up"
         )
+
+
+async def send_parts(link: Link, key: str, source: Source, sha256: str, reply: BeginReply) -> None:
+    """The parts that the coordinator lacks, by two lanes: while one part is on its way, the next is made ready."""
+    lacking = iter([index for index in range(-(-source.size // reply.part_bytes)) if index not in reply.received])
+
+    async def lane() -> None:
+        for index in lacking:
+            start = index * reply.part_bytes
+            await link.put_part(key, sha256, index, source, start, min(source.size, start + reply.part_bytes))
+            crash.point("worker.after_part")
+
+    lanes = [asyncio.ensure_future(lane()) for _ in range(LANES)]
+    try:
+        await asyncio.gather(*lanes)
+    finally:
+        for one in lanes:
+            one.cancel()
+        await asyncio.gather(*lanes, return_exceptions=True)
 
 
 def _version(work: Work, block: int) -> int:

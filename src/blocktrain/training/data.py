@@ -85,7 +85,7 @@ def load_corpus(corpus: str, *, heldout: str = "", heldout_fraction: float = 0.0
     if not 0 < heldout_fraction < 1:  # also refuses nan
         raise DataError(f"heldout_fraction is {heldout_fraction}; it must lie between 0 and 1, for example 0.05")
     try:
-        train, held = _load(corpus, heldout, heldout_fraction, cache_dir or _default_cache_dir())
+        train, held = _load(corpus, heldout, heldout_fraction, cache_dir or default_cache_dir())
         digests = sha256_of(train.data), sha256_of(held.data)
     except OSError as error:
         where = f" {error.filename!r}" if error.filename else ""
@@ -109,7 +109,8 @@ def _load(corpus: str, heldout: str, fraction: float, cache_dir: Path) -> tuple[
     return Text(whole.data[:cut], whole.source), Text(whole.data[cut:], whole.source)
 
 
-def _default_cache_dir() -> Path:
+def default_cache_dir() -> Path:
+    """Where corpora are kept that are not read from where they lie."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "blocktrain" / "corpora"
 

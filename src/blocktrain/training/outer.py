@@ -144,13 +144,21 @@ def update_norm(tensors: Iterable[tuple[str, Tensor]]) -> float:
 
 def judge_norm(norm: float, others: Iterable[float], rule: NormRule) -> NormVerdict:
     """Compare an update's norm with the median over the updates of its round, itself included; fewer than three say nothing."""
+    return judge_norms([norm, *others], rule)[0]
+
+
+def judge_norms(norms: Sequence[float], rule: NormRule) -> list[NormVerdict]:
+    """The verdict on each update of a round."""
+    median = statistics.median(norms) if norms else 0.0
+    return [_verdict(norm, median, len(norms), rule) for norm in norms]
+
+
+def _verdict(norm: float, median: float, count: int, rule: NormRule) -> NormVerdict:
     if not math.isfinite(norm):
         return NormVerdict(True, 0.0, f"norm {norm} is not finite")
-    norms = [norm, *others]
-    median = statistics.median(norms)
-    if not rule.limit or len(norms) < MIN_NORMS or not median or norm <= rule.limit * median:
-        return NormVerdict(False, 1.0, f"norm {norm:.4g} is in keeping with {len(norms)} updates of median {median:.4g}")
-    sentence = f"norm {norm:.4g} is more than {rule.limit:g} times the median {median:.4g} of {len(norms)} updates"
+    if not rule.limit or count < MIN_NORMS or not median or norm <= rule.limit * median:
+        return NormVerdict(False, 1.0, f"norm {norm:.4g} is in keeping with {count} updates of median {median:.4g}")
+    sentence = f"norm {norm:.4g} is more than {rule.limit:g} times the median {median:.4g} of {count} updates"
     if rule.beyond == "refuse":
         return NormVerdict(True, 0.0, f"{sentence} and is refused")
     return NormVerdict(False, rule.limit * median / norm, f"{sentence} and is clipped to it")

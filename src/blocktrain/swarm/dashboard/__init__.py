@@ -44,8 +44,10 @@ SAFE = {
 FRESH = SAFE | {"Cache-Control": "no-store"}
 
 
-def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: float = 1.0) -> None:
-    """Add the page's routes to `app`. `status` is called in a thread, at most once every interval_s however many are looking.
+def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: float = 1.0) -> Watch:
+    """Add the page's routes to `app`; returns what takes the looks.
+
+    `status` is called in a thread, at most once every interval_s however many are looking.
 
     An open page is a response that never ends: start uvicorn with `timeout_graceful_shutdown`, or it waits for every reader to leave.
     """
@@ -74,3 +76,5 @@ def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: 
         if asset is None:
             return JSONResponse({"error": "no such file"}, 404, headers=FRESH)
         return asset.answer(request.headers, SAFE)
+
+    return watch
