@@ -77,13 +77,18 @@ def crash_at(point: str) -> str:
 def run_cell(cell: Cell, folder: Path, text: Path) -> Outcome:
     with Swarm(folder, text, cell.settings, patch=FEW_EVENTS) as swarm:
         at = crash_at(cell.point)
-        coordinator = swarm.coordinator(crash=at if cell.process == "coordinator" else "")
+        stay = ["--stay"] if cell.process == "worker" else []  # others may end the run before the killed worker is back
+        coordinator = swarm.coordinator(*stay, crash=at if cell.process == "coordinator" else "")
         others = [swarm.worker("other")] if cell.settings == TOGETHER else []
         worker = swarm.worker(crash=at if cell.process == "worker" else "")
         killed = coordinator if cell.process == "coordinator" else worker
         assert killed.end() == -signal.SIGKILL, f"{cell.point} was not reached\n{swarm.outputs()}"
-        again = swarm.coordinator() if cell.process == "coordinator" else swarm.worker()
-        swarm.finish(*others, worker if killed is coordinator else coordinator, again)
+        if killed is coordinator:
+            swarm.finish(*others, worker, swarm.coordinator())
+        else:
+            swarm.finish(*others, swarm.worker())
+            coordinator.kill(signal.SIGTERM)
+            swarm.finish(coordinator)
         return Outcome(1, swarm.digests(), replayed(swarm))
 
 

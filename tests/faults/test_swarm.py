@@ -127,7 +127,7 @@ def test_a_stored_update_that_rots_is_left_out_and_said_so(how: str, swarm: Swar
     newest = max((swarm.run / "swarm" / "blobs" / "updates").glob("*/*/*"), key=lambda path: path.parts[-3])
     spoil(newest, how)
     swarm.finish(swarm.coordinator(), worker)
-    assert f"update {newest.parts[-3]}: its stored bytes are not those that were accepted" in log_of(swarm)
+    assert f"update {newest.parts[-3]} by worker" in log_of(swarm) and "lost or damaged; it is left out" in log_of(swarm)
     check_books(swarm)
 
 
@@ -241,7 +241,7 @@ def test_a_killed_worker_is_not_waited_for_and_goes_on_with_its_lease(swarm: Swa
     assert worker.end() == -signal.SIGKILL
     began = time.monotonic()
     until_log(swarm, "empty: no valid update")
-    assert time.monotonic() - began < 3 + 5  # the heartbeat limit, and a busy machine
+    assert time.monotonic() - began < 3 + 20  # the heartbeat limit, and a busy machine; the deadline is 60 s
     swarm.finish(swarm.worker(), coordinator)
     opened, _, _ = swarm.opened()
     books = read_books(opened)
@@ -254,15 +254,17 @@ def test_a_killed_worker_is_not_waited_for_and_goes_on_with_its_lease(swarm: Swa
 
 
 def test_a_worker_that_was_away_is_current_after_one_download_of_each_part(swarm_text: Path, tmp_path: Path):
-    with Swarm(tmp_path, swarm_text, ("outer.interface=frozen", "objective.input=independent", "train.steps=120")) as swarm:
+    with Swarm(tmp_path, swarm_text, ("outer.interface=frozen", "objective.input=independent", "train.steps=36")) as swarm:
         coordinator, other, away = swarm.coordinator(), swarm.worker("other"), swarm.worker("away")
         swarm.until(lambda: "accepted" in away.output, "its first update")
         away.kill()
         away.end()
         then = swarm.version("block-000"), swarm.version("block-001")
         swarm.until(lambda: min(swarm.version("block-000") - then[0], swarm.version("block-001") - then[1]) >= 5, "five rounds")
+        other.kill(signal.SIGSTOP)  # or it ends the run before the other is back
         back = swarm.worker("away", patch=TOLD_FETCHES)
         swarm.until(lambda: "accepted" in back.output or back.poll() is not None, "its next update")
+        other.kill(signal.SIGCONT)
         fetched = [line.split()[1] for line in back.output.partition("accepted")[0].splitlines() if line.startswith("FETCH")]
         parts = [name.split("/")[1] for name in fetched if name.startswith("versions/")]
         assert len(parts) == len(set(parts)) <= 2, fetched

@@ -337,8 +337,11 @@ class FileWriter:
         sync_folder(target.parent)
 
     def discard(self) -> None:
-        self.file.close()
-        self.scratch.unlink(missing_ok=True)
+        """Also after a write that failed."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            self.scratch.unlink(missing_ok=True)
 
 
 class BlobSource:
