@@ -279,7 +279,9 @@ class HttpLink:
                 return
             scratch.unlink()
             self.say(f"{blob.name}: arrived damaged, fetching it again")
-        raise ProtocolError(f"{blob.name}: arrived with a wrong sha256 {DAMAGED} times")
+        raise ProtocolError(
+            f"{blob.name}: arrived with a wrong sha256 {DAMAGED} times: the coordinator's copy is damaged, or something changes bytes on the way"
+        )
 
     async def _download(self, blob: BlobRef, digest: _FileDigest) -> None:
         """Append what is still missing."""

@@ -470,6 +470,8 @@ class Service:
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
         size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
+        if problem := await run_in_threadpool(coordinator.damage_of, name):
+            raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
 
         def file() -> Response:
             request.state.account.update(kind=kind, part=part)
