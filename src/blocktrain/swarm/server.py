@@ -26,6 +26,7 @@ import limits as rate
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -62,6 +63,8 @@ STALL_S = 60.0  # without a byte, either way
 SLOWEST = 1024  # bytes a second
 EACH = 2  # downloads, or parts that come in, of one worker at once
 LINE_S = 15.0  # a place in line is kept for so long without a request
+
+SECRET = HTTPBearer(auto_error=False, description="A session's secret; a token to join")
 
 FileResponse.chunk_size = CHUNK
 
@@ -203,7 +206,7 @@ class InLine(Response):
             line.leave(self.who)
 
 
-async def _bearer(request: Request) -> str:
+async def _bearer(request: Request, _: Annotated[Any, Depends(SECRET)]) -> str:
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret or len(secret) > 200:
         raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
@@ -550,7 +553,9 @@ async def _invalid(_: Request, error: Any) -> Response:
 
 async def _http_error(_: Request, error: Any) -> Response:
     kinds = {401: "revoked", 403: "forbidden", 404: "unknown", 409: "resend", 503: "wait"}
-    return _reply(error.status_code, kinds.get(error.status_code, "invalid"), str(error.detail))
+    reply = _reply(error.status_code, kinds.get(error.status_code, "invalid"), str(error.detail))
+    reply.headers.update(error.headers or {})
+    return reply
 
 
 async def _gone(_: Request, __: Any) -> Response:
