@@ -1,10 +1,12 @@
 """Six workers, two replicas a block, over loopback HTTP, against one machine that trains the same blocks on the same tokens.
 
-    python benchmarks/six_workers.py OUT --train TRAIN --heldout HELDOUT [--steps 400] [--codecs fp32,bf16,int8] [--set section.field=value ...]
+    python benchmarks/six_workers.py OUT --train TRAIN --heldout HELDOUT [--shape small|bench] [--codecs fp32,bf16,int8]
 
-Real processes: one coordinator, six workers of one thread each. Both arms take the same config, seed and samples (a block's steps are leased
-exactly once). For each codec (up and down alike) the table gives the headline CE, its difference to one machine with the standard error of the
-paired windows, the participation, and the bytes of the ledger. Then one JSON line. What is there already in OUT is not trained again.
+Real processes: one coordinator, six workers of one thread each. All arms take the same shape, seed and samples (a block's steps are leased
+exactly once); `--set section.field=value` changes all of them, `--swarm-set` only the workers. One machine is trained twice: with the batch
+that a round of two replicas has together and half as many steps, as data-parallel training would be, and with the workers' batch and all their
+steps one after another. For each codec (up and down alike) the table gives the headline CE, its difference to the first arm with the standard error of the paired
+windows, the participation, and the bytes of the ledger. Then one JSON line. What is there already in OUT is not trained again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from blocktrain.training.checkpoint import load_run
 from blocktrain.training.data import heldout_windows, load_corpus
 from blocktrain.training.evaluate import Evaluator
 
-SHAPE = ["model.blocks=3", "model.layers_per_block=2", "model.width=128", "model.heads=4", "model.positions=256", "train.batch_size=8"]
+SHAPES = {  # settings, steps of a worker's batch of 8 for each block
+    "small": (["model.blocks=3", "model.layers_per_block=1", "model.width=64", "model.heads=2", "model.positions=128", "model.embed_dim=64"], 1200),
+    "bench": (["model.blocks=3", "model.layers_per_block=2", "model.width=128", "model.heads=4", "model.positions=256", "model.embed_dim=128"], 2400),
+}
+BATCH, REPLICAS = 8, 2
 ROUNDS = ["round.replicas=2", "round.quorum=2", "round.deadline=fixed", "round.deadline_s=3600", "round.heartbeat_limit_s=120"]
 WORKERS = 6
 
@@ -36,14 +42,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", required=True)
     parser.add_argument("--heldout", required=True)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--inner-steps", type=int, default=25)
     parser.add_argument("--codecs", default="fp32,bf16,int8")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--swarm-set", action="append", default=[])
     given = parser.parse_args()
-    base = [*SHAPE, f"train.steps={given.steps}", f"data.heldout={json.dumps(str(Path(given.heldout).resolve()))}", *given.set]
-    arms = [one_machine(given, base)]
-    arms += [swarm(given, base, codec) for codec in given.codecs.split(",")]
+    shape, steps = SHAPES[given.shape]
+    given.steps = given.steps or steps
+    base = [*shape, f"data.heldout={json.dumps(str(Path(given.heldout).resolve()))}", *given.set]
+    arms = [one_machine(given, base, given.steps // REPLICAS, BATCH * REPLICAS), one_machine(given, base, given.steps, BATCH)]
+    settings = [*base, f"train.steps={given.steps}", f"train.batch_size={BATCH}", *given.swarm_set]
+    arms += [swarm(given, settings, codec) for codec in given.codecs.split(",") if codec]
     show(arms, given)
 
 
@@ -56,14 +67,15 @@ def blocktrain(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", "blocktrain", *arguments], text=True, env=environment, **options)
 
 
-def one_machine(given: argparse.Namespace, base: list[str]) -> dict[str, Any]:
-    run = given.out / "one-machine"
+def one_machine(given: argparse.Namespace, base: list[str], steps: int, batch: int) -> dict[str, Any]:
+    run = given.out / f"one-machine-batch-{batch}"
     if not (run / "evaluation.json").exists():
-        print(f"one machine: {given.steps} steps", file=sys.stderr)
-        process = blocktrain("train", str(run), "--data", given.train, "--json", *flags(base), stdout=subprocess.DEVNULL)
+        print(f"one machine: {steps} steps of batch {batch}", file=sys.stderr)
+        settings = [*base, f"train.steps={steps}", f"train.batch_size={batch}"]
+        process = blocktrain("train", str(run), "--data", given.train, "--json", *flags(settings), stdout=subprocess.DEVNULL)
         if process.wait():
             sys.exit("one machine: training failed")
-    return {"arm": "one machine", **evaluated(run)}
+    return {"arm": f"one machine, {steps} x batch {batch}", **evaluated(run)}
 
 
 def swarm(given: argparse.Namespace, base: list[str], codec: str) -> dict[str, Any]:
@@ -122,8 +134,11 @@ def evaluated(run: Path) -> dict[str, Any]:
 
 
 def show(arms: list[dict[str, Any]], given: argparse.Namespace) -> None:
-    table = Table(title=f"Six workers against one machine, {given.steps} steps a block, {given.inner_steps} inner steps", title_justify="left")
-    for name in ("arm", "rollout CE", "headline CE", "to one machine", "participation", "updates up MB", "weights down MB", "all MB", "seconds"):
+    table = Table(
+        title=f"Six workers: {given.shape}, {given.steps} x batch {BATCH}, {given.inner_steps} inner steps",
+        title_justify="left",
+    )
+    for name in ("arm", "rollout CE", "headline CE", "to the first", "participation", "updates up MB", "weights down MB", "all MB", "seconds"):
         table.add_column(name, justify="left" if name == "arm" else "right")
     for arm in arms:
         pairs = [a - b for a, b in zip(arm["windows"], arms[0]["windows"], strict=True)]

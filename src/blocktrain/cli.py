@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.table import Table
 
 from blocktrain import __version__, cli_swarm
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
+from blocktrain.cli_evaluation import show_evaluation
 from blocktrain.config import (
     PRESETS,
     RunConfig,
@@ -37,7 +37,7 @@ from blocktrain.errors import BlockTrainError, ConfigError
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
 app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
-for command in (cli_swarm.coordinator, cli_swarm.worker, cli_swarm.token, cli_swarm.doctor):
+for command in (cli_swarm.coordinator, cli_swarm.worker, cli_swarm.token, cli_swarm.doctor, cli_swarm.simulate):
     app.command(command)
 
 
@@ -99,7 +99,7 @@ def train(
             if not _train_folder(folder, its, corpus, name, stopped):
                 say(f"stopped; a checkpoint is in {folder / 'checkpoints'}. The same command goes on from it.")
                 return STOPPED
-    _show_evaluation(run, settings, json_)
+    show_evaluation(run, settings, json_)
     if not json_:
         _show_sample(run, corpus)
     return 0
@@ -126,7 +126,7 @@ def evaluate(
         if section != "evaluate" and name not in ("objective.start", "objective.readout"):
             raise ConfigError(f"--set {text}: evaluate can change objective.start, objective.readout and evaluate.*; {name} is fixed by training")
         overrides = merge_fields(overrides, fields)
-    _show_evaluation(run, settings, json_, overrides)
+    show_evaluation(run, settings, json_, overrides)
     return 0
 
 
@@ -319,101 +319,6 @@ class _Progress:
         elif report.seconds - self.last >= 10 or report.updates in (1, report.total_updates):
             self.last = report.seconds
             err.print(f"{self.name}: step {report.updates}/{report.total_updates}, {note}", markup=False)
-
-
-def _show_evaluation(run: Path, settings: RunConfig, as_json: bool, overrides: dict[str, Any] | None = None) -> None:
-    import dataclasses
-
-    from blocktrain.training.checkpoint import load_run
-    from blocktrain.training.data import load_corpus
-    from blocktrain.training.evaluate import evaluate as evaluate_run
-
-    loaded = load_run(run, say)
-    if overrides:
-        fields = merge_fields(loaded.config.model_dump(mode="json"), overrides)
-        loaded = dataclasses.replace(loaded, config=make_config(fields, "--set"))
-    corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
-    if corpus.heldout_digest != loaded.progress.heldout_digest:
-        raise ConfigError(f"data.corpus: the held-out text of {settings.data.corpus!r} is not the one this run was trained beside")
-    say("evaluating ...")
-    result = evaluate_run(loaded, corpus, say)
-    if not overrides:
-        _keep_evaluation(run / "evaluation.json", result.to_json())
-    if as_json:
-        print(json.dumps(result.to_json()))
-        return
-    out.print(_evaluation_table(result, loaded))
-    if result.sigma_bins:
-        out.print(_sigma_table(result))
-
-
-def _keep_evaluation(path: Path, figures: dict[str, Any]) -> None:
-    from blocktrain.serialization import write_bytes
-
-    try:
-        write_bytes(path, json.dumps(figures, indent=1).encode())
-    except OSError as error:
-        say(f"{path}: could not be written ({error.strerror}); the figures follow all the same")
-
-
-def _evaluation_table(result: Any, loaded: Any) -> Table:
-    title = f"Held-out cross entropy, nats per byte, lower is better ({result.windows} windows, {result.noise_draws} noise draw(s))"
-    table = Table(title=title, title_justify="left")
-    table.add_column("number", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("what it is")
-    if result.oracle_ce is None:
-        table.add_row("1 oracle CE", "-", "no noisy target takes part (objective.denoise_weight = 0)")
-    else:
-        table.add_row(
-            "1 oracle CE", " ".join(map(_number, result.oracle_ce)), "per block, state made from the true target: a diagnostic, not a score"
-        )
-    table.add_row("2 rollout CE", " ".join(map(_number, result.rollout_ce)), "after each block of the sweep, target never seen")
-    perplexity, bits = f"{result.to_json()['perplexity']:.3f}", f"{result.to_json()['bits_per_byte']:.3f}"
-    table.add_row(
-        "3 headline CE", _number(result.headline_ce), f"the model's score, as served; perplexity {perplexity}, {bits} bits per byte", style="bold"
-    )
-    table.add_row("4 composition gain", *_gain_cells(result, loaded.config))
-    table.add_row("5 gap", *_gap_cells(result, loaded.folder))
-    if result.window_ce is not None:
-        table.add_row("window CE", _number(result.window_ce), f"the last {loaded.config.objective.window} positions, their context masked")
-    verdict = "the model is better" if result.headline_ce < result.ngram_ce else "the model is not there yet"
-    table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes: {verdict}")
-    flops = f"{result.training_flops:.3g}" + (f" (reference {result.reference_flops:.3g})" if result.reference_flops else "")
-    table.add_row("trained on", f"{result.bytes_seen:,}", f"bytes; {flops} FLOPs; {result.parameters:,} parameters; seed {result.seed}")
-    table.add_row("digests", "", f"config {result.config_digest[:16]}, model {result.model_digest[:16]}")
-    return table
-
-
-def _gap_cells(result: Any, folder: Path) -> tuple[str, str]:
-    if result.gap is None:
-        return "-", f"needs the reference: blocktrain train {folder} --reference"
-    error = "" if result.gap_standard_error is None else f" (standard error {result.gap_standard_error:.4f})"
-    return f"{result.gap:+.4f}", f"to the end-to-end Transformer of the same shape, {_number(result.reference_ce)}{error}"
-
-
-def _gain_cells(result: Any, config: RunConfig) -> tuple[str, str]:
-    if result.composition_gain is None:
-        return "-", "one span over all blocks: nothing is composed"
-    if config.objective.input == "independent":
-        alone = "the best single block alone has"
-    else:
-        alone = "block 0 alone has" if config.objective.span == 1 else f"the first span alone (blocks 0-{config.objective.span - 1}) has"
-    verdict = "" if result.composition_gain > 0 else ": the further blocks do not help"
-    return f"{result.composition_gain:+.4f}", f"{alone} {_number(result.best_single_block_ce)}{verdict}"
-
-
-def _sigma_table(result: Any) -> Table:
-    table = Table(title="Oracle CE by noise level", title_justify="left")
-    for name in ("sigma", "block", "CE"):
-        table.add_column(name, justify="right")
-    for row in result.sigma_bins:
-        table.add_row(f"{row.low:.3f} - {row.high:.3f}", str(row.block), _number(row.ce))
-    return table
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def _show_sample(run: Path, corpus: Any) -> None:

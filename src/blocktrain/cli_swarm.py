@@ -1,4 +1,4 @@
-"""Commands of many workers: coordinator, worker, token, doctor. Like cli.py, a place that parses, prints and exits.
+"""Commands of many workers: coordinator, worker, token, doctor, simulate. Like cli.py, a place that parses, prints and exits.
 
 What the processes do stands in swarm/host.py and swarm/launch.py.
 """
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
+from blocktrain.cli_evaluation import evaluation_of, print_evaluation
 from blocktrain.config import PRESETS
 from blocktrain.errors import ConfigError
 
@@ -188,6 +189,49 @@ def doctor(
     return 1 if any(finding.verdict == "wrong" for finding in findings) else 0
 
 
+def simulate(
+    run: NewRun,
+    /,
+    *,
+    regime: Annotated[Literal["lockstep", "soft", "wan"], Parameter(help="Machines, lines, absences and a deadline; participation follows.")],
+    workers: Annotated[int, Parameter(help="How many take part.")] = 6,
+    rounds: Annotated[int | None, Parameter(help="End after so many versions of each block; default: when train.steps are taken.")] = None,
+    preset: Annotated[str | None, Parameter(help=f"One of {', '.join(PRESETS)}.")] = None,
+    config: Annotated[Path | None, Parameter(help="A run.toml to start from.")] = None,
+    data: Annotated[str | None, Parameter(help="wiki, python, wikitext-2, wikitext-103, or a path (sets data.corpus).")] = None,
+    set_: Settings = (),
+    seed: Annotated[int, Parameter(help="Of machines, lines and absences; weights and batches follow the run's own seed.")] = 0,
+    stand_in: Annotated[bool, Parameter(negative=(), help="Nothing is trained: for thousands of workers. Needs --rounds.")] = False,
+    drop_late: Annotated[bool, Parameter(negative=(), help="Updates that miss their round count nothing, even if their upload began in it.")] = False,
+    json_: Json = False,
+) -> int:
+    """A whole run in this process and in virtual time: real coordinator, workers and training, made-up machines and lines.
+
+    RUN becomes a run folder like any other. The regime sets the rules of rounds that go with it; --set has the last word.
+    """
+    from blocktrain.swarm.regimes import DROP_LATE, REGIMES
+    from blocktrain.swarm.simulator import Plan, refuse_used
+    from blocktrain.swarm.simulator import simulate as live
+    from blocktrain.training.data import load_corpus
+
+    refuse_used(run)
+    chosen = REGIMES[regime]
+    settings = run_settings(run, preset, config, data, (*chosen.settings(), *(DROP_LATE if drop_late else ()), *set_))
+    plan = Plan(settings, chosen, workers, seed, rounds, stand_in)
+    its = settings.data
+    corpus = None if stand_in else load_corpus(its.corpus, heldout=its.heldout, heldout_fraction=its.heldout_fraction)
+    say(f"{chosen.name}: {chosen.meaning}")
+    outcome = live(plan, corpus, run, say)
+    result, loaded = (None, None) if stand_in else evaluation_of(run, settings)
+    if json_:
+        print(json.dumps({**outcome.to_json(), "evaluation": result.to_json() if result else None}))
+        return 0
+    out.print(_outcome_table(outcome))
+    if result:
+        print_evaluation(result, loaded)
+    return 0
+
+
 class _WorkerProgress:
     """A live line on a terminal, a line now and then elsewhere."""
 
@@ -235,4 +279,20 @@ def _status_table(figures: dict[str, Any]) -> Any:
             f"{row['bytes_up']:,}",
             row["reason"],
         )
+    return table
+
+
+def _outcome_table(outcome: Any) -> Any:
+    from rich.table import Table
+
+    share = "-" if outcome.participation is None else f"{outcome.participation:.1%}"
+    moved = sum(outcome.bytes.values())
+    title = f"{outcome.regime}, {outcome.workers} workers: participation {share}, {outcome.late} late, {outcome.dropped} dropped"
+    table = Table(title=f"{title}; {outcome.virtual_s:,.0f} virtual seconds, {moved:,} bytes moved", title_justify="left")
+    for name in ("block", "version", "participation", "late", "CE nats/byte", "bytes trained"):
+        table.add_column(name, justify="right")
+    for block in outcome.blocks:
+        share = "-" if block.participation is None else f"{block.participation:.1%}"
+        ce = "-" if block.ce is None else f"{block.ce:.4f}"
+        table.add_row(str(block.block), str(block.version), share, str(block.late), ce, f"{block.tokens:,}")
     return table

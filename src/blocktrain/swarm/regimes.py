@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from blocktrain.swarm.simlink import Wire
 
 WORK_S = 60.0  # in which the median machine trains a full lease
+DROP_LATE = ("round.max_age=0", "round.upload_limit_s=0.001")  # what misses its round counts nothing, even if its upload began in it
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Regime:
     name: str
     meaning: str
     deadline_s: float
+    min_work_s: float = 2.0  # a round with less time left takes nobody
     speed_sigma: float = 0.0  # of the log-normal speed of machines
     latency_s: float = 0.0  # one way, median
     transfer_s: float = 0.1  # of a block, median
@@ -36,7 +38,7 @@ class Regime:
 
     def settings(self) -> list[str]:
         """The rules that go with it, as --set takes them."""
-        return ["round.deadline=fixed", f"round.deadline_s={self.deadline_s:g}", "round.quorum=1"]
+        return ["round.deadline=fixed", f"round.deadline_s={self.deadline_s:g}", f"round.min_work_s={self.min_work_s:g}", "round.quorum=1"]
 
     def machine(self, dice: random.Random, seconds_per_step: float, block_bytes: int) -> Machine:
         """Draw a machine with its line; `seconds_per_step` is the median machine's."""

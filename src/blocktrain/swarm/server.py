@@ -400,11 +400,13 @@ class Service:
             """A file of a version, or the text; whole or a range of it."""
             return await self._give_blob(request, session, name)
 
-    def _session(self, request: Request, secret: Annotated[str, Depends(_bearer)]) -> Session:
+    async def _session(self, request: Request, secret: Annotated[str, Depends(_bearer)]) -> Session:
         """Whose session this is; also a sign of life, and the account its bytes are booked on."""
-        if not self.coordinator.knows(secret):
+        if self.coordinator.knows(secret):
+            session = self.coordinator.session(secret)
+        else:
             self._limit(f"door {_address(request)}", self.coordinator.config.limits.joins_per_minute, 60)
-        session = self.coordinator.session(secret)
+            session = await run_in_threadpool(self.coordinator.session, secret)
         request.state.account["worker"] = session.worker
         self._limit(f"worker {session.worker}", self.coordinator.config.limits.requests_per_s * 10, 10)
         return session
@@ -465,6 +467,8 @@ class Service:
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
         size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
+        if problem := await run_in_threadpool(coordinator.damage_of, name):
+            raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
 
         def file() -> Response:
             request.state.account.update(kind=kind, part=part)

@@ -49,15 +49,9 @@ class Wire:
     """What lies between one worker and the coordinator."""
 
     latency_s: float = 0.0  # one way
-    up_bytes_s: float = float("inf")
+    up_bytes_s: float = float("inf")  # of files; messages take their latency
     down_bytes_s: float = float("inf")
-    jitter: float = 0.0  # sigma of the log-normal factor on each transfer of files: the share of a line that others leave free
-
-    def up_s(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.up_bytes_s
-
-    def down_s(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.down_bytes_s
+    jitter: float = 0.0  # sigma of the log-normal factor on each transfer: the share of a line that others leave free
 
 
 class Bell:
@@ -152,7 +146,7 @@ class SimLink:
     async def ask(self, ask: str) -> AskReply:
         """Waits at the coordinator for a round to end, as the HTTP service does."""
         request = AskRequest(ask=ask)
-        await self._up(self.wire.up_s(HEADERS_UP))
+        await self._up(self.wire.latency_s)
         reply = self._at_coordinator(lambda: self.coordinator.ask(self._session(), ask))
         if reply.kind == "wait":
             await self.closed.wait(min(ASK_WAIT_S, reply.retry_after_s))
@@ -201,7 +195,7 @@ class SimLink:
 
     async def fetch(self, blob: BlobRef, target: Path | None) -> None:
         """A file; without a target only its time and its bytes."""
-        await self._up(self.wire.up_s(HEADERS_UP))
+        await self._up(self.wire.latency_s)
         size, kind, part = self._at_coordinator(lambda: (self._session(), find_blob(self.coordinator, blob.name))[1])
         self.coordinator.count(self.worker, part, kind, "up", HEADERS_UP)
         self.coordinator.count(self.worker, part, kind, "down", HEADERS_DOWN + size)
@@ -219,7 +213,7 @@ class SimLink:
     async def _call(self, request: Message | None, act: Callable[[], T]) -> T:
         """A request, repeated for as long as the coordinator says that it may be."""
         while True:
-            await self._up(self.wire.up_s(HEADERS_UP))
+            await self._up(self.wire.latency_s)
             try:
                 reply = self._at_coordinator(act)
             except Again as error:
@@ -245,7 +239,7 @@ class SimLink:
         up, down = (len(message.model_dump_json()) if isinstance(message, Message) else 0 for message in (request, reply))
         self.coordinator.count(self.worker, "", "control", "up", HEADERS_UP + up)
         self.coordinator.count(self.worker, "", "control", "down", HEADERS_DOWN + down)
-        await self._sleep(self.wire.down_s(down))
+        await self._sleep(self.wire.latency_s)
 
     async def _sleep(self, seconds: float) -> None:
         if seconds:

@@ -113,7 +113,7 @@ class Outcome:
 
 
 class BoundedCoordinator(Coordinator):
-    """Makes no more than `rounds` versions of a block, so that runs can be compared at equal rounds: the round after is left open and takes nobody."""
+    """Makes no more than `rounds` versions of a block, so that runs compare at equal rounds: the round after is left open and takes nobody."""
 
     rounds: int | None = None
     decided: Callable[[Decision], None] = staticmethod(lambda _: None)

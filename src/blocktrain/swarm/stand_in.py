@@ -36,14 +36,14 @@ class Pace:
 
     seconds_per_step: float
     hold_ups: float = 0.0  # share of assignments during which something else takes the machine
-    hold_up_s: float = 0.0  # mean length
+    hold_up_s: float = 0.0  # mean length; none is shorter than half of it
     dice: random.Random = dataclasses.field(default_factory=random.Random)
 
     async def steps(self, work: Work, seconds: float, stopped: Callable[[], bool]) -> int:
         """Live through the time of an assignment; returns how many steps were possible. As anywhere, steps can be foreseen and hold-ups cannot."""
         leased = sum(stop - first for first, stop in work.steps)
         done = 0 if stopped() else max(0, min(leased, math.floor(seconds / self.seconds_per_step + 1e-9)))
-        held_up = self.dice.expovariate(1 / self.hold_up_s) if done and self.dice.random() < self.hold_ups else 0.0
+        held_up = self.hold_up_s * (0.5 + self.dice.expovariate(2.0)) if done and self.dice.random() < self.hold_ups else 0.0
         await asyncio.sleep(done * self.seconds_per_step + held_up)
         return done
 

@@ -34,6 +34,7 @@ from blocktrain.swarm.protocol import (
 )
 
 FIRST_UPLOAD_SHARE = 0.1  # of the time left that the first upload is thought to take
+FADES = 0.7  # what the memory of the slowest upload is multiplied by with each assignment
 MARGIN_S = 0.5
 RESENDS = 5
 LANES = 2  # parts of an update on their way at once
@@ -208,6 +209,12 @@ class Worker:
         while not self.stopping and (left := end - _now()) > 0:
             await asyncio.sleep(min(left, 1.0))
 
+    async def _sit_out(self, seconds: float) -> None:
+        """No step fits into what this round has left: the next one may. One slow upload is not to keep the worker out for ever."""
+        if self._upload_s is not None:
+            self._upload_s *= FADES
+        await self._rest(max(1.0, seconds))
+
     async def _do(self, work: Work, time_left_s: float) -> None:
         """One assignment, from its files to its answer."""
         began = _now()
@@ -223,7 +230,7 @@ class Worker:
             trained = await self.engine.train(work, seconds, lambda: self.stopping)
             if trained is None:
                 await self.link.give_back(work.key, "stopped before its first step" if self.stopping else "no time for one step and its upload")
-                await self._rest(1.0)
+                await self._sit_out(time_left_s - (_now() - began))
                 return
             await self._hand_in(work, trained)
         except Told as error:
@@ -234,6 +241,10 @@ class Worker:
             if error.kind == "unknown":  # a file is gone, its version is too old by now: this work cannot be done
                 with contextlib.suppress(Told):
                     await self.link.give_back(work.key, error.reason[:200])
+        except OSError as error:  # this machine's disk: the coordinator's trouble is waited for by the link
+            with contextlib.suppress(Told):
+                await self.link.give_back(work.key, "the worker's disk refused")
+            raise WorkerStopped(f"{error.filename or self.name}: {error.strerror or error}; make room, and the same command goes on") from None
         except DivergedError as error:
             self.engine.settled(work, False)
             self.diverged += 1
@@ -266,7 +277,7 @@ class Worker:
         else:
             raise Told("returned", f"the update was damaged {RESENDS} times on its way")
         crash.point("worker.after_commit")
-        self._upload_s = max(_now() - began, (self._upload_s or 0.0) * 0.7)
+        self._upload_s = max(_now() - began, (self._upload_s or 0.0) * FADES)
         self.engine.settled(work, True)
         self.updates += 1
         ce = f", CE {trained.metrics.ce:.4f} nats/byte" if trained.metrics.ce is not None else ""
