@@ -51,6 +51,13 @@ def have_browser() -> bool:
     return any(map(shutil.which, BROWSERS))
 
 
+def install_ip() -> None:
+    """The command by which tests/faults/test_namespace.py makes a network; without it that test shows less, and says so."""
+    if shutil.which("ip") is None and shutil.which("apt-get") is not None and hasattr(os, "geteuid") and os.geteuid() == 0:
+        for command in (["update"], ["install", "--yes", "--no-install-recommends", "iproute2"]):
+            subprocess.run(["apt-get", "-qq", *command], stdout=subprocess.DEVNULL, check=False)
+
+
 def install_browser() -> None:
     """See to it that there is a Chromium before the tests; a second try, since a package mirror may be busy."""
     may = shutil.which("apt-get") is not None and hasattr(os, "geteuid") and os.geteuid() == 0
@@ -77,6 +84,7 @@ def main() -> None:
     run("floors", BIN / "lint-imports", "--no-cache")
     run("types", BIN / "basedpyright", "--level", "error", "--pythonpath", BIN / "python")
     install_browser()
+    install_ip()
     run("tests", BIN / "python", "-m", "pytest", "--durations=10")
 
 

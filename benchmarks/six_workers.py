@@ -1,11 +1,12 @@
 """Six workers, two replicas a block, over loopback HTTP, against one machine that trains the same blocks on the same tokens.
 
-    python benchmarks/six_workers.py OUT --train TRAIN --heldout HELDOUT [--shape small|bench] [--codecs fp32,bf16,int8] [--set section.field=value ...]
+    python benchmarks/six_workers.py OUT --train TRAIN --heldout HELDOUT [--shape small|bench] [--codecs fp32,bf16,int8]
 
 Real processes: one coordinator, six workers of one thread each. All arms take the same shape, seed and samples (a block's steps are leased
-exactly once). One machine is trained twice: with the workers' batch and all their steps one after another, and with the batch that a round of two
-replicas has together and half as many steps, which is what data-parallel training on one machine would do. `--swarm-set` is for the workers alone. For each codec (up and down alike) the table gives the headline CE, its difference to one machine with the standard error of the
-paired windows, the participation, and the bytes of the ledger. Then one JSON line. What is there already in OUT is not trained again.
+exactly once); `--set section.field=value` changes all of them, `--swarm-set` only the workers. One machine is trained twice: with the batch
+that a round of two replicas has together and half as many steps, as data-parallel training would be, and with the workers' batch and all their
+steps one after another. For each codec (up and down alike) the table gives the headline CE, its difference to the first arm with the standard error of the paired
+windows, the participation, and the bytes of the ledger. Then one JSON line. What is there already in OUT is not trained again.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def evaluated(run: Path) -> dict[str, Any]:
 
 def show(arms: list[dict[str, Any]], given: argparse.Namespace) -> None:
     table = Table(
-        title=f"Six workers against one machine: {given.shape}, {given.steps} x batch {BATCH} a block, {given.inner_steps} inner steps",
+        title=f"Six workers: {given.shape}, {given.steps} x batch {BATCH}, {given.inner_steps} inner steps",
         title_justify="left",
     )
     for name in ("arm", "rollout CE", "headline CE", "to the first", "participation", "updates up MB", "weights down MB", "all MB", "seconds"):

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,12 +85,13 @@ class BytesSource:
 
 
 class FileSource:
-    """A local file, open for as long as this object lives. Threads may share it: reading moves no position."""
+    """A local file, open for as long as this object lives. Threads may share it: no reader sees another's position."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this object)
         self._size = os.fstat(self._file.fileno()).st_size
+        self._lock = threading.Lock()  # only where there is no pread
 
     @property
     def size(self) -> int:
@@ -98,12 +100,20 @@ class FileSource:
     def read(self, start: int, stop: int) -> bytes:
         parts: list[bytes] = []
         while start < stop:
-            part = os.pread(self._file.fileno(), stop - start, start)
+            part = self._read_at(stop - start, start)
             if not part:
                 raise ProtocolError(f"{self.path}: ends at byte {start}, expected {self._size} bytes")
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read_at(self, count: int, start: int) -> bytes:
+        """Some of the bytes from there on, at least one unless the file ends."""
+        if hasattr(os, "pread"):
+            return os.pread(self._file.fileno(), count, start)
+        with self._lock:  # Windows
+            self._file.seek(start)
+            return self._file.read(count)
 
 
 # --- Reading ---

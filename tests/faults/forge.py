@@ -1,7 +1,7 @@
 """Starts blocktrain processes in milliseconds: a process that has imported everything forks one for each command.
 
-Importing torch and the rest costs seconds of CPU, and a crash matrix starts a hundred processes. What it forks is a process like any other: its own memory, files and
-signals; it can be killed at any moment. Nothing but imports has happened before the fork: no thread, no socket, no draw.
+Importing torch and the rest costs seconds of CPU, and a crash matrix starts a hundred processes. What it forks is a process like any other, with its
+own memory, files and signals; it can be killed at any moment. Nothing but imports has happened before the fork: no thread, no socket, no draw.
 
 Requests are lines of JSON on standard input, answered by lines on standard output: a new process's id, or the exit code of one (null while it runs).
 """
@@ -15,7 +15,14 @@ import subprocess
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
+
+PRELOADED = (
+    *("blocktrain.cli", "blocktrain.swarm.host", "blocktrain.swarm.launch", "blocktrain.report.memory"),
+    *("uvicorn.protocols.http.httptools_impl", "uvicorn.loops.auto"),
+)
+ROOT = Path(__file__).parents[2]
 
 
 class Forge:
@@ -25,7 +32,8 @@ class Forge:
         self.lock = threading.Lock()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.faults.forge"]
-        self.popen = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self.popen.stdin and self.popen.stdout
@@ -49,13 +57,7 @@ class Forge:
 
 def serve() -> None:
     """In the process that forks."""
-    for name in (
-        "blocktrain.cli",
-        "blocktrain.swarm.host",
-        "blocktrain.swarm.launch",
-        "blocktrain.report.memory",
-        "uvicorn.protocols.http.httptools_impl",
-    ):
+    for name in PRELOADED:
         importlib.import_module(name)
     codes: dict[int, int] = {}
     for line in sys.stdin:

@@ -294,7 +294,7 @@ def test_https_where_http_is_spoken(served: Served, tmp_path: Path):
 def test_a_proxy_in_between_is_named(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with other_server() as port:
         monkeypatch.setenv("http_proxy", f"http://user:secret@127.0.0.1:{port}")
-        found = ask(dataclasses.replace(served.line(), host="localhost."), tmp_path)
+        found = ask(dataclasses.replace(served.line(), host="coordinator.invalid"), tmp_path)
         wrong = assert_only(found, "coordinator", "HTTP_PROXY", "NO_PROXY", f"127.0.0.1:{port}")
         assert "secret" not in wrong.found
         monkeypatch.setenv("no_proxy", "127.0.0.1")

@@ -32,6 +32,7 @@ from tests.swarm_net import (
     make_update,
     member,
     serve,
+    sha256,
     until_updates,
     wait_until,
 )
@@ -247,9 +248,8 @@ def test_a_byte_flipped_in_an_upload_is_noticed_and_sent_again(at: float, tmp_pa
         wait_until(lambda: served.coordinator.machine.state.blocks[0].version)
         work = worker.engine.seen[0]  # type: ignore[attr-defined]
         with served.coordinator.store.transaction() as tx:
-            assert [row["sha256"] for row in tx.rows(host.sa.select(host.store.updates.c.sha256))] == [
-                __import__("hashlib").sha256(make_update(layout, work)).hexdigest()
-            ]
+            rows = tx.rows(host.sa.select(host.store.updates).where(host.store.updates.c.key == work.key))
+        assert [(row["sha256"], row["kind"]) for row in rows] == [(sha256(make_update(layout, work)), "fresh")]
 
 
 def test_an_upload_is_cut_again_and_again_and_arrives_once(tmp_path: Path):
@@ -261,7 +261,7 @@ def test_an_upload_is_cut_again_and_again_and_arrives_once(tmp_path: Path):
             assert proxy.cuts >= 3
         with served.coordinator.store.transaction() as tx:
             rows = tx.rows(host.sa.select(host.store.updates))
-    assert len(rows) == 2 and {row["kind"] for row in rows} == {"fresh"}
+    assert len(rows) == worker.updates and {row["kind"] for row in rows} == {"fresh"}
 
 
 def test_a_proxy_that_cuts_idle_connections_does_not_keep_an_update_from_arriving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -271,7 +271,7 @@ def test_a_proxy_that_cuts_idle_connections_does_not_keep_an_update_from_arrivin
             worker = made_up_worker(served, tmp_path / "w", port=proxy.port, train_s=1.0)
             in_time(until_updates(worker, 3))
             assert proxy.cuts >= 2
-        assert worker.updates == 3
+        assert worker.updates >= 3
 
 
 def test_an_asker_behind_a_proxy_that_cuts_what_waits_still_gets_its_work(tmp_path: Path):
@@ -286,12 +286,12 @@ def test_an_asker_behind_a_proxy_that_cuts_what_waits_still_gets_its_work(tmp_pa
         in_time(all_of_them())
 
 
-def test_every_request_is_slow_and_a_third_of_the_connections_die_and_the_run_goes_on(tmp_path: Path):
-    faults = [Fault(cut_down=200 + 977 * i) if i % 3 else Fault(delay_s=0.05) for i in range(40)]
+def test_every_connection_is_slow_and_dies_after_a_few_kilobytes_and_the_run_goes_on(tmp_path: Path):
+    faults = [Fault(delay_s=0.02, cut_down=600 + 977 * i % 5000) for i in range(40)]
     with serve(make_coordinator(tmp_path / "swarm", round=ROUND)) as served, Proxy(served.port, faults) as proxy:
         worker = made_up_worker(served, tmp_path / "w", port=proxy.port)
         in_time(until_updates(worker, 5))
-        assert worker.updates == 5 and proxy.cuts > 5
+        assert worker.updates >= 5 and proxy.cuts > 5
         rows = served.coordinator.counted_bytes()
         assert rows
 
@@ -414,7 +414,7 @@ def test_over_tls_with_a_pinned_certificate_a_worker_trains(kind: str, tmp_path:
         coordinator.pem = rsa_pem()
     with serve(coordinator, files=tls_files(tmp_path, coordinator.pem)) as served:
         worker = made_up_worker(served, tmp_path / "w")
-        assert in_time(until_updates(worker, 2)) == "stopped" and worker.updates == 2
+        assert in_time(until_updates(worker, 2)) == "stopped" and worker.updates >= 2
 
 
 def test_over_tls_another_certificate_is_refused_before_anything_is_sent(tmp_path: Path):

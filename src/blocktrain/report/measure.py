@@ -12,10 +12,10 @@ the peak is that of the tensors; "default" leaves glibc as it is.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +33,11 @@ from blocktrain.training.hardware import Hardware, choose_hardware
 from blocktrain.training.objective import Span
 from blocktrain.training.trainer import BlockTrainer
 
+try:
+    import resource
+except ImportError:  # Windows: the peak of a process is not measured there
+    resource = None
+
 Allocator = Literal["returning", "default"]
 
 
@@ -44,7 +49,7 @@ def peak_memory(job: dict[str, Any], allocator: Allocator = "returning") -> int:
     fixed = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"} if allocator == "returning" else {}
     command = [sys.executable, "-m", "blocktrain.report.measure"]
     result = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False, env={**os.environ, **fixed})
-    if result.returncode == -signal.SIGKILL:
+    if result.returncode == -getattr(signal, "SIGKILL", 9):
         raise MemoryLimitError("the system ended the measured step, most likely for want of memory; make the model or the batch smaller")
     if result.returncode:
         raise RuntimeError(f"measured step failed:\n{result.stderr}")
@@ -56,11 +61,20 @@ def available_memory(device: torch.device) -> int:
     """Bytes that could still be taken on a device without swapping; what a container's limit leaves, where there is one."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = _meminfo("MemAvailable:") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _meminfo("MemAvailable:") or _memory_without_proc()
     with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
         group = Path("/sys/fs/cgroup")
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return free
+
+
+def _memory_without_proc() -> int:
+    """All memory where the system does not say what is free of it; what is free on Windows."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    status = (ctypes.c_ulonglong * 8)(ctypes.sizeof(ctypes.c_ulonglong) * 8)  # MEMORYSTATUSEX: length and load, then total and free, ...
+    ctypes.WinDLL("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
+    return int(status[2])
 
 
 def _meminfo(key: str, path: str = "/proc/meminfo") -> int:
@@ -96,6 +110,8 @@ class Meter:
 
 def _highest() -> int:
     """ru_maxrss in bytes: kilobytes on Linux, bytes on macOS."""
+    if resource is None:
+        raise MemoryLimitError("peak memory cannot be measured on this system; leave --measure out")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -71,7 +71,7 @@ from blocktrain.swarm.state import (
     Revoke,
     State,
 )
-from blocktrain.swarm.store import BlobSource, BlobWriter, FileWriter, Store, Transaction
+from blocktrain.swarm.store import BlobSource, Store, Transaction
 from blocktrain.training.outer import NormRule, OuterRule
 
 SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
@@ -100,19 +100,32 @@ class Session:
 class PartWriter:
     """One part of an upload on its way."""
 
-    def __init__(self, writer: BlobWriter | FileWriter, name: str) -> None:
-        self.writer, self.name = writer, name
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self.coordinator, self.name = coordinator, name
+        with self._pausing():
+            self.writer = coordinator.store.blobs.writer()
 
     def write(self, piece: bytes) -> None:
-        self.writer.write(piece)
+        with self._pausing():
+            self.writer.write(piece)
 
     def discard(self) -> None:
         self.writer.discard()
 
     def keep(self) -> None:
         crash.point("part.before_write")
-        self.writer.keep(self.name)
+        with self._pausing():
+            self.writer.keep(self.name)
+        self.coordinator.resume("disk")
         crash.point("part.after_write")
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.coordinator.no_room(str(error))
+            raise
 
 
 class Refused(Exception):
@@ -171,7 +184,10 @@ class Coordinator:
         self._norms: dict[str, dict[str, float]] = {}  # of pending updates, by part
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
-        self.problem = ""  # why the run cannot go on just now
+        self._problems: dict[str, str] = {}  # what cannot go on just now -> why
+        self._needed = 0  # bytes of disk that an upload asked for in vain
+        self._stale = False  # the state in memory may be ahead of the journal
+        self._sound: dict[str, Any] = {}  # blob -> what its file looked like when its digest was right
         self.changed: Callable[[], None] = lambda: None  # told after every event
         self.closed: Callable[[], None] = lambda: None  # told after every new version
         self.machine: Machine
@@ -220,6 +236,7 @@ class Coordinator:
             self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
             self._snapshot_seq = self.seq
             self._catch_up(tx)
+        self._stale = False
 
     def _catch_up(self, tx: Transaction) -> None:
         """Apply what other processes have appended; from their snapshot where the journal does not reach back far enough."""
@@ -248,6 +265,8 @@ class Coordinator:
         """Append an event and what belongs to it, then answer; raises OSError, with nothing changed, where the database cannot be written."""
         with self._lock:
             try:
+                if self._stale:
+                    self._reload()
                 with self.store.transaction() as tx:
                     self._catch_up(tx)
                     event = make(self.now())
@@ -258,11 +277,13 @@ class Coordinator:
                 self.seq += 1
                 self._caught_up = True
             except BaseException as error:
-                self._reload()
+                self._stale = True
                 if isinstance(error, OSError):
-                    self._pause(str(error))
+                    self.pause("journal", str(error))
+                with suppress(OSError):
+                    self._reload()
                 raise
-            self._resume()
+            self.resume("journal")
             if self.seq - self._snapshot_seq >= SNAPSHOT_EVERY + len(self.machine.state.assignments) + len(self.machine.state.workers):
                 self._snapshot()
         self.changed()
@@ -281,17 +302,23 @@ class Coordinator:
                 newest = sa.select(sa.func.max(store.notes.c.id)).scalar_subquery()
                 tx.execute(store.notes.delete().where(store.notes.c.id < newest - NOTES_KEPT))
         except OSError as error:
-            self._pause(str(error))
+            self.pause("journal", str(error))
 
-    def _pause(self, problem: str) -> None:
-        if problem != self.problem:
+    @property
+    def problem(self) -> str:
+        """Why the run cannot go on just now; empty if it can."""
+        return next(iter(self._problems.values()), "")
+
+    def pause(self, what: str, problem: str) -> None:
+        """Something cannot go on for now. Said once; who found it tries again."""
+        if problem != self._problems.get(what):
+            self._problems[what] = problem
             self.log(f"paused: {problem}; nothing is lost, the run goes on when that is cured")
-        self.problem = problem
 
-    def _resume(self) -> None:
-        if self.problem:
+    def resume(self, what: str) -> None:
+        """The same thing has gone well again."""
+        if self._problems.pop(what, "") and not self._problems:
             self.log("the run goes on")
-        self.problem = ""
 
     def log(self, text: str) -> None:
         """A sentence for the log and the page, on one line whoever wrote it."""
@@ -559,8 +586,10 @@ class Coordinator:
         """Raises OSError where so many bytes more would fill the disk."""
         free = self.store.blobs.free_bytes()
         if free is not None and free - num_bytes < self.config.limits.free_disk_mb * (1 << 20):
-            self._pause(f"the coordinator's disk has {free >> 20} MiB left, {num_bytes >> 10} KiB of an update do not fit")
-            raise OSError(self.problem)
+            self._needed = num_bytes + int(self.config.limits.free_disk_mb * (1 << 20))
+            problem = f"the coordinator's disk has {free >> 20} MiB left, {num_bytes >> 10} KiB of an update do not fit"
+            self.pause("disk", problem)
+            raise OSError(problem)
 
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
@@ -598,7 +627,12 @@ class Coordinator:
         with self._alone_with(key):
             self._require_open(key)
             self._received(key, sha256)
-        return PartWriter(self.store.blobs.writer(), _part_name(key, sha256, index))
+        return PartWriter(self, _part_name(key, sha256, index))
+
+    def no_room(self, problem: str) -> None:
+        """A part could not be written."""
+        self._needed = self.part_bytes
+        self.pause("disk", f"an update could not be written: {problem}")
 
     def keep_part(self, key: str, writer: PartWriter) -> None:
         """A part is here whole. Raises Refused where its assignment has been settled meanwhile."""
@@ -734,7 +768,7 @@ class Coordinator:
             with self.store.transaction() as tx:
                 tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=_one_line(reason))
         except OSError as error:
-            self._pause(str(error))
+            self.pause("journal", str(error))
 
     # --- What is due ---
 
@@ -749,6 +783,7 @@ class Coordinator:
     def tick(self) -> int:
         """End what rounds are due to end; returns how many new versions that made."""
         made = 0
+        self._look_for_room()
         for _ in range(2 * self.layout.blocks):
             self._again = False
             due = self._due()
@@ -759,6 +794,11 @@ class Coordinator:
         if self.clock() - self._swept_at > SWEEP_S:
             self._sweep_uploads()
         return made
+
+    def _look_for_room(self) -> None:
+        free = self.store.blobs.free_bytes() if "disk" in self._problems else None
+        if free is not None and free >= self._needed:
+            self.resume("disk")
 
     def _due(self) -> list[Decision]:
         with self._lock:
@@ -773,13 +813,16 @@ class Coordinator:
         """1 where a new version was made."""
         try:
             if decision.action == "close":
-                return self._close(decision)
-            answer = self.record(decision.event)
-            self.log(answer.reason)
+                made = self._close(decision)
+            else:
+                made = 0
+                self.log(self.record(decision.event).reason)
         except OSError as error:
             self._again = True
-            self._pause(str(error))
-        return 0
+            self.pause(f"block {decision.block}", f"block {decision.block} cannot end its round: {error}")
+            return 0
+        self.resume(f"block {decision.block}")
+        return made
 
     def _close(self, decision: Decision) -> int:
         """Write the block's next version, and the interface's, then record both with the event that makes them so."""
@@ -817,17 +860,19 @@ class Coordinator:
     def _next_manifests(self, decision: Decision, rows: Mapping[str, Mapping[str, Any]], interface: int) -> list[dict[str, Any]]:
         part, outer = part_of(decision.block), self.config.outer
         arrived = {key: there for key, row in rows.items() if (there := self._arrived(row))}
+        damaged = {share.key for share in decision.shares if share.key not in arrived}
         shares = [share for share in decision.shares if share.key in arrived]
         crash.point("close.before_write")
 
         def step(part: str, before: dict[str, Any], rule: OuterRule) -> dict[str, Any]:
+            self._require_sound(before)
             norms = NormRule(outer.norm_limit, outer.norm_beyond)
             found = aggregate.contributions(part, decision.block, self.layout, shares, arrived, norms)
             blobs, fresh = self.store.blobs, decision.fresh
             return aggregate.next_version(aggregate.Step(blobs, self.layout, part, decision.block, before, found, rule, fresh, outer.down_codec))
 
         moved = step(part, self.manifest(part, decision.version), OuterRule(outer.optimizer, outer.lr, outer.momentum))
-        manifests = [moved | self._story(decision, rows)]
+        manifests = [moved | self._story(decision, rows) | {"damaged": sorted(damaged)}]
         crash.point("close.after_block")
         if interface >= 0:
             manifests.append(step(INTERFACE, self.manifest(INTERFACE, interface), OuterRule()) | {"block": decision.block})
@@ -858,7 +903,8 @@ class Coordinator:
         blocks = json.loads(row["blocks"])
         source = BlobSource(self.store.blobs, [(name, size) for name, size in json.loads(row["parts"])])
         if self._digest(source) != row["sha256"]:
-            self.log(f"block {blocks[0]}: the file of update {row['key']} by worker {row['worker']} has been lost or damaged; it is left out")
+            lost = "its stored bytes are not those that were accepted; it is left out of the mean, its samples stay counted"
+            self._refused(row["worker"], blocks[0], f"update {row['key']}: {lost}")
             return None
         norms = json.loads(row["metrics"])["norms"]
         return aggregate.Arrived(row["key"], blocks[0], blocks[-1] + 1, source, row["sha256"], norms)
@@ -874,6 +920,35 @@ class Coordinator:
             return ""
         return digest.hexdigest()
 
+    # --- Damage ---
+
+    def _require_sound(self, manifest: Mapping[str, Any]) -> None:
+        """Nothing is built upon a damaged version. Raises OSError naming the file."""
+        for kind in ("file", "residual", "momentum"):
+            blob = manifest[kind]
+            if blob and self.store.blobs.digest(blob["name"], blob["size"]) != blob["sha256"]:
+                raise OSError(self._damage(blob["name"]))
+
+    def _damage(self, name: str) -> str:
+        digest = _digest_in(name)
+        where = self.store.blobs.path(name) or name
+        return f"{where} is damaged: put back a file whose sha256 begins with {digest} (the run's checkpoints hold the newest versions)"
+
+    def damage_of(self, name: str) -> str:
+        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well."""
+        path = self.store.blobs.path(name)
+        seen = (path.stat().st_size, path.stat().st_mtime_ns) if path else self.store.blobs.size(name)
+        if self._sound.get(name) == seen:
+            return ""
+        if not self.store.blobs.digest(name, self.store.blobs.size(name) or 0).startswith(_digest_in(name)):
+            self.pause(f"file {name}", problem := self._damage(name))
+            return problem
+        if len(self._sound) > 10_000:
+            self._sound.clear()
+        self._sound[name] = seen
+        self.resume(f"file {name}")
+        return ""
+
     # --- Old files ---
 
     def _drop_old(self, manifests: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -887,7 +962,7 @@ class Coordinator:
         try:
             self.store.blobs.delete(gone)
         except OSError as error:
-            self._pause(str(error))
+            self.log(f"old files could not be removed: {error}")
 
     def _files_before(self, part: str, oldest: int) -> list[str]:
         """Files that only versions at or before `oldest` name (manifests stay)."""
@@ -975,6 +1050,11 @@ def _commit_reply(answer: Answer) -> CommitReply:
 
 def _part_name(key: str, sha256: str, index: int) -> str:
     return f"updates/{key}/{sha256}/{index:06d}"
+
+
+def _digest_in(name: str) -> str:
+    """The digits of its content's sha256 that a blob's name ends in."""
+    return name.rpartition("/")[2].partition(".")[0].rpartition("-")[2]
 
 
 def _ref(blob: Mapping[str, Any]) -> BlobRef:

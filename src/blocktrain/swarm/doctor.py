@@ -293,6 +293,8 @@ class _Way:
         return f"{self.line.url}, run {self.line.run_id}"
 
     def resolve(self) -> str:
+        if self._proxied():
+            return f"{self.line.host} is looked up by the proxy"
         try:
             found = socket.getaddrinfo(self.line.host, self.line.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -302,13 +304,17 @@ class _Way:
         return f"{self.line.host} is {', '.join(self.addresses)}"
 
     def connect(self) -> str:
-        if proxy := _proxy(self.line):
+        if proxy := self._proxied():
             return f"goes through the proxy {proxy}"
         try:
             socket.create_connection((self.line.host, self.line.port), TIMEOUT_S).close()
         except OSError as error:
             raise Wrong(*self._no_connection(error)) from None
         return f"{self.line.host}:{self.line.port} takes connections"
+
+    def _proxied(self) -> str:
+        """The proxy that stands in the way of the first connection; a certificate is looked at directly."""
+        return _proxy(self.line) if self.line.scheme == "http" else ""
 
     def _no_connection(self, error: OSError) -> tuple[str, str]:
         """Why there is none, and what to do."""

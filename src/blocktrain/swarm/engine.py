@@ -16,10 +16,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
 import torch
 from torch import Tensor, nn
 
@@ -99,9 +101,10 @@ class TrainingEngine:
             except DataError:
                 pass
         path = self.folder.parent / "texts" / f"{info.text_digest[:32]}.txt"
-        if not path.exists():
-            self.say(f"fetching the text, {info.text.size:,} bytes")
-            await link.fetch(info.text, path)
+        async with _alone_with(path):
+            if not path.exists():
+                self.say(f"fetching the text, {info.text.size:,} bytes")
+                await link.fetch(info.text, path)
         data = map_bytes(path)
         if sha256_of(data) != info.text_digest:
             raise DataError(f"{path}: is not the run's text any more; remove it and start again")
@@ -293,6 +296,23 @@ class TrainingEngine:
             new = self.folder / f"residual-{part}.new"
             if new.exists():
                 os.replace(new, self.folder / f"residual-{part}.safetensors") if accepted else new.unlink()
+
+
+@asynccontextmanager
+async def _alone_with(path: Path) -> AsyncIterator[None]:
+    """No other worker of this machine is at the same file; a process that dies lets go of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path.with_suffix(".lock"), blocking=False, thread_local=False)
+    while True:
+        try:
+            lock.acquire()
+            break
+        except filelock.Timeout:
+            await asyncio.sleep(0.5)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _module(stack: BlockStack, part: str) -> nn.Module:

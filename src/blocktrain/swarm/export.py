@@ -5,11 +5,13 @@ The versions are those of one moment. Files are copied from the store in pieces 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import sqlalchemy as sa
 
+from blocktrain.errors import CheckpointError
 from blocktrain.swarm import crash, store
 from blocktrain.swarm.coordinator import Coordinator
 from blocktrain.swarm.parts import INTERFACE
@@ -46,9 +48,13 @@ def export(coordinator: Coordinator, run: Path, heldout_digest: str) -> int:
     def fill(folder: Path) -> None:
         for name, manifest in manifests.items():
             blob = manifest["file"]
+            digest = hashlib.sha256()
             with open(folder / name, "wb") as file:
                 for chunk in coordinator.store.blobs.chunks(blob["name"], 0, blob["size"]):
+                    digest.update(chunk)
                     file.write(chunk)
+            if digest.hexdigest() != blob["sha256"]:
+                raise CheckpointError(coordinator.damage_of(blob["name"]) or f"{blob['name']}: could not be read whole")
         crash.point("export.before_rename")
 
     write_checkpoint(run, progress, fill)

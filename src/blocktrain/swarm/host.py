@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -46,10 +47,11 @@ from blocktrain.swarm.wire import mind_the_silent, serving
 from blocktrain.training.data import Corpus, load_corpus
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERYWHERE = ("0.0.0.0", "::")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
 MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 1 << 20), (-1, 1 << 24), (-8, 2)  # glibc's malloc.h: option, value
-LINGER_S = 5.0  # after the end of a run, for workers to hear of it
+LINGER_S = 5.0  # after the end of a run, beyond the heartbeat limit, for workers to hear of it
 
 
 class Host:
@@ -127,12 +129,11 @@ class Host:
     def _reachable(self) -> tuple[str, int]:
         """Host and port by which workers get here: never an address that only means something on this machine, unless it is all there is."""
         if self.public:
-            host, _, port = self.public.rpartition(":") if self.public.count(":") == 1 else (self.public, "", "")
-            return host, int(port) if port.isdigit() else self.port
-        if self.host not in ("0.0.0.0", "::"):
+            return _public_address(self.public, self.port)
+        if self.host not in EVERYWHERE:
             return self.host, self.port
         found = outward_address(self.host)
-        if not found or found.startswith("127."):
+        if not found or found in LOOPBACK or found.startswith("127.") or found in EVERYWHERE:
             raise ConfigError(f"--listen {self.host}: this machine has no address that others could reach; name one with --public HOST")
         return found, self.port
 
@@ -151,7 +152,8 @@ class Host:
             steady_memory()
             server = make_server(self.service.app, **files)
             self.service.start()
-            threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True).start()
+            self._looking = threading.Thread(target=self._look_after, args=(server,), name="host", daemon=True)
+            self._looking.start()
             previous = {number: signal.signal(number, lambda *_: self._stop(server, 0)) for number in (signal.SIGINT, signal.SIGTERM)}
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             try:
@@ -173,6 +175,7 @@ class Host:
         self._stopping.set()
         self.socket.close()
         self.service.stop()
+        self._looking.join(60)  # it may be writing a checkpoint
         if self._evaluation:
             self._evaluation.terminate()
         self._export()
@@ -234,8 +237,10 @@ class Host:
         try:
             if self._steps_done() > max(self._exported, 0):
                 self._exported = export(self.coordinator, self.run, self.heldout_digest)
-        except CheckpointError as error:
-            self.say(str(error))
+        except (CheckpointError, OSError) as error:
+            self.coordinator.pause("checkpoint", str(error))
+        else:
+            self.coordinator.resume("checkpoint")
 
     def _evaluate_if_due(self) -> None:
         """In a process of its own: the coordinator never holds a model."""
@@ -269,11 +274,19 @@ class Host:
             tx.put(store.headlines, tokens=tokens, figures=json.dumps(figures))
         self.say(f"headline CE {figures['headline_ce']:.4f} nats/byte after {tokens:,} bytes a block (n-gram {figures['ngram_ce']:.4f})")
 
+    def _everybody_knows(self) -> bool:
+        """Whether no live worker is left that has not heard of the end; one that waits asks again within a quarter of the heartbeat limit."""
+        self._finished_at = getattr(self, "_finished_at", time.monotonic())
+        with self.coordinator.reading():
+            live = self.coordinator.machine.figures(self.coordinator.now()).live
+        return not live or time.monotonic() - self._finished_at >= self.config.round.heartbeat_limit_s + LINGER_S
+
     def _end_if_due(self, server: uvicorn.Server) -> None:
         if self.coordinator.finished:
+            if self._exported < self._steps_done():  # the disk refuses: the run has not ended before its result is there
+                return
             evaluated = not self.evaluate or (self._evaluation is None and self._evaluated_steps() == self._exported)
-            self._finished_at = getattr(self, "_finished_at", time.monotonic())
-            if not self.stay and evaluated and time.monotonic() - self._finished_at >= LINGER_S:
+            if not self.stay and evaluated and self._everybody_knows():
                 self._stop(server, 0)
         elif self.alone_min is not None:
             with self.coordinator.reading():
@@ -328,6 +341,16 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen {text}: expected HOST:PORT, for example 127.0.0.1:7700 or 0.0.0.0:7700")
     return host, int(port)
+
+
+def _public_address(text: str, port: int) -> tuple[str, int]:
+    """HOST, HOST:PORT, [HOST]:PORT or an IPv6 address alone."""
+    match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+):(\d+)|(.+)", text)
+    host = match and (match[1] or match[3] or match[5])
+    given = int(match[2] or match[4] or port) if match else 0
+    if not host or not 0 < given < 65536 or re.search(r"[\s/@\[\]]", host):
+        raise ConfigError(f"--public {text}: expected HOST or HOST:PORT, for example train.example.org:7700")
+    return host, given
 
 
 def outward_address(host: str) -> str:

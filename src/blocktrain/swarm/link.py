@@ -103,7 +103,7 @@ class HttpLink:
 
     async def _http(self) -> httpx2.AsyncClient:
         if self._client is None:
-            verify: Any = True
+            verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
             if self.line.scheme == "https":
                 verify = await asyncio.to_thread(self._pinned)
             limits = httpx2.Limits(max_connections=8, max_keepalive_connections=4, keepalive_expiry=60.0)
@@ -279,7 +279,9 @@ class HttpLink:
                 return
             scratch.unlink()
             self.say(f"{blob.name}: arrived damaged, fetching it again")
-        raise ProtocolError(f"{blob.name}: arrived with a wrong sha256 {DAMAGED} times")
+        raise ProtocolError(
+            f"{blob.name}: arrived with a wrong sha256 {DAMAGED} times: the coordinator's copy is damaged, or something changes bytes on the way"
+        )
 
     async def _download(self, blob: BlobRef, digest: _FileDigest) -> None:
         """Append what is still missing."""

@@ -1,8 +1,8 @@
 """Everything that a run has become, worked out once more: its versions from version 0 and the accepted updates, and its books from both.
 
-`replay` makes every version of every part anew, in the order in which rounds were closed, and compares each file with the manifest's digest. `audit` asks
-whether each accepted update is counted exactly once in each block that took it (or still waits), whether no step of a block was counted twice, and whether
-the tokens are the sum of what was counted. Needs limits.keep_updates = true from the start of the run.
+`replay` makes every version of every part anew, in the order in which rounds were closed, and compares each file with the manifest's digest. `audit`
+asks whether each accepted update is counted exactly once in each block that took it (or still waits), whether no step of a block was counted twice,
+and whether the tokens are the sum of what was counted. Needs limits.keep_updates = true from the start of the run.
 
     python -m blocktrain.swarm.replay RUN      one line per part; exit code 1 where something differs
 """
@@ -193,8 +193,9 @@ def _next(
     if story is None:
         raise CheckpointError("no manifest tells of which updates it was made")
     part, outer = manifest["part"], config.outer
-    shares = [Share(share["key"], share["worker"], share["age"], share["weight"]) for share in story["shares"]]
-    arrived = {share["key"]: _arrived(kept, books, share, config) for share in story["shares"]}
+    heard = [share for share in story["shares"] if share["key"] not in story["damaged"]]
+    shares = [Share(share["key"], share["worker"], share["age"], share["weight"]) for share in heard]
+    arrived = {share["key"]: _arrived(kept, books, share, config) for share in heard}
     rule = OuterRule() if part == INTERFACE else OuterRule(outer.optimizer, outer.lr, outer.momentum)
     found = aggregate.contributions(part, story["block"], layout, shares, arrived, NormRule(outer.norm_limit, outer.norm_beyond))
     return aggregate.next_version(aggregate.Step(made, layout, part, story["block"], before, found, rule, story["fresh"], outer.down_codec))

@@ -26,6 +26,7 @@ import limits as rate
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -62,6 +63,8 @@ STALL_S = 60.0  # without a byte, either way
 SLOWEST = 1024  # bytes a second
 EACH = 2  # downloads, or parts that come in, of one worker at once
 LINE_S = 15.0  # a place in line is kept for so long without a request
+
+SECRET = HTTPBearer(auto_error=False, description="A session's secret; a token to join")
 
 FileResponse.chunk_size = CHUNK
 
@@ -203,7 +206,7 @@ class InLine(Response):
             line.leave(self.who)
 
 
-async def _bearer(request: Request) -> str:
+async def _bearer(request: Request, _: Annotated[Any, Depends(SECRET)]) -> str:
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret or len(secret) > 200:
         raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
@@ -400,11 +403,13 @@ class Service:
             """A file of a version, or the text; whole or a range of it."""
             return await self._give_blob(request, session, name)
 
-    def _session(self, request: Request, secret: Annotated[str, Depends(_bearer)]) -> Session:
+    async def _session(self, request: Request, secret: Annotated[str, Depends(_bearer)]) -> Session:
         """Whose session this is; also a sign of life, and the account its bytes are booked on."""
-        if not self.coordinator.knows(secret):
+        if self.coordinator.knows(secret):
+            session = self.coordinator.session(secret)
+        else:
             self._limit(f"door {_address(request)}", self.coordinator.config.limits.joins_per_minute, 60)
-        session = self.coordinator.session(secret)
+            session = await run_in_threadpool(self.coordinator.session, secret)
         request.state.account["worker"] = session.worker
         self._limit(f"worker {session.worker}", self.coordinator.config.limits.requests_per_s * 10, 10)
         return session
@@ -465,6 +470,8 @@ class Service:
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
         size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
+        if problem := await run_in_threadpool(coordinator.damage_of, name):
+            raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
 
         def file() -> Response:
             request.state.account.update(kind=kind, part=part)
@@ -546,7 +553,9 @@ async def _invalid(_: Request, error: Any) -> Response:
 
 async def _http_error(_: Request, error: Any) -> Response:
     kinds = {401: "revoked", 403: "forbidden", 404: "unknown", 409: "resend", 503: "wait"}
-    return _reply(error.status_code, kinds.get(error.status_code, "invalid"), str(error.detail))
+    reply = _reply(error.status_code, kinds.get(error.status_code, "invalid"), str(error.detail))
+    reply.headers.update(error.headers or {})
+    return reply
 
 
 async def _gone(_: Request, __: Any) -> Response:

@@ -22,8 +22,9 @@ import os
 import secrets
 import shutil
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from sqlalchemy import event, exc, pool
 from sqlalchemy.dialects import postgresql, sqlite
 
 from blocktrain.errors import CheckpointError
+from blocktrain.serialization import sync_folder
 
 CHUNK = 1 << 20
 Row = Mapping[str, Any]
@@ -179,15 +181,35 @@ def _add_statement(dialect: str) -> Any:
     )
 
 
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """A disk that is full or refuses is an OSError everywhere here, whatever the library calls it."""
+    try:
+        yield
+    except obstore.exceptions.NotFoundError as error:
+        raise FileNotFoundError(_first_line(error)) from None
+    except obstore.exceptions.BaseError as error:
+        raise OSError(_first_line(error)) from None
+
+
 class Blobs:
-    """Named bytes. A blob appears whole or not at all; names are made of letters, digits, `.`, `-` and `/`."""
+    """Named bytes. A blob appears whole or not at all, and is on the disk before anything names it. Names are of letters, digits, `.`, `-` and `/`.
+
+    What can go wrong with the store raises OSError; a blob that is not there, FileNotFoundError.
+    """
 
     def __init__(self, store: ObjectStore, folder: Path | None = None) -> None:
         self.store = store
         self.folder = folder  # of a local store, to look at the disk's room
 
     def put(self, name: str, data: bytes | memoryview) -> Blob:
-        obstore.put(self.store, name, bytes(data))
+        writer = self.writer()
+        try:
+            writer.write(data)
+        except BaseException:
+            writer.discard()
+            raise
+        writer.keep(name)
         return Blob(name, len(data), hashlib.sha256(data).hexdigest())
 
     def writer(self) -> BlobWriter | FileWriter:
@@ -215,7 +237,8 @@ class Blobs:
     def size(self, name: str) -> int | None:
         """Of a blob, None where there is none."""
         try:
-            return int(obstore.head(self.store, name)["size"])
+            with _as_os_error():
+                return int(obstore.head(self.store, name)["size"])
         except (FileNotFoundError, ValueError):  # ValueError: nothing can have that name
             return None
 
@@ -224,21 +247,30 @@ class Blobs:
             with open(self.folder / name, "rb", buffering=0) as file:
                 file.seek(start)
                 return file.read(stop - start)
-        return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
+        with _as_os_error():
+            return bytes(obstore.get_range(self.store, name, start=start, end=stop)) if stop > start else b""
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         for at in range(start, stop, CHUNK):
             yield self.read(name, at, min(stop, at + CHUNK))
 
     def names(self, prefix: str) -> list[str]:
-        return [str(entry["path"]) for page in obstore.list(self.store, prefix) for entry in page]
+        with _as_os_error():
+            return [str(entry["path"]) for page in obstore.list(self.store, prefix) for entry in page]
+
+    def digest(self, name: str, size: int) -> str:
+        """sha256 of a blob that should have `size` bytes; empty where it is missing or of another length."""
+        if self.size(name) != size:
+            return ""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(name, 0, size):
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with suppress(FileNotFoundError), _as_os_error():
                 obstore.delete(self.store, name)
-            except FileNotFoundError:
-                continue
 
     def path(self, name: str) -> Path | None:
         """Where a local store keeps a blob, for whoever can serve files faster than bytes."""
@@ -253,19 +285,30 @@ class BlobWriter:
     """A blob in the making: it gets its name when it is whole, or is dropped."""
 
     def __init__(self, blobs: Blobs) -> None:
-        self.store, self.scratch = blobs.store, f"scratch/{secrets.token_hex(8)}"
-        self.writer = obstore.open_writer(self.store, self.scratch, buffer_size=2 * CHUNK)
+        self.blobs, self.scratch = blobs, f"scratch/{secrets.token_hex(8)}"
+        with _as_os_error():
+            self.writer = obstore.open_writer(blobs.store, self.scratch, buffer_size=2 * CHUNK)
 
     def write(self, piece: bytes | memoryview) -> None:
-        self.writer.write(bytes(piece))
+        with _as_os_error():
+            self.writer.write(bytes(piece))
 
     def keep(self, name: str) -> None:
-        self.writer.close()
-        obstore.rename(self.store, self.scratch, name)
+        """Raises OSError, with nothing under the name, where there is no room."""
+        try:
+            with _as_os_error():
+                self.writer.close()
+                obstore.rename(self.blobs.store, self.scratch, name)
+        except OSError:
+            self.discard()
+            raise
 
     def discard(self) -> None:
-        self.writer.close()
-        obstore.delete(self.store, self.scratch)
+        """Also after a write that failed."""
+        with suppress(OSError), _as_os_error():
+            self.writer.close()
+        with suppress(OSError):
+            self.blobs.delete([self.scratch])
 
 
 class FileWriter:
@@ -282,13 +325,24 @@ class FileWriter:
             view = view[self.file.write(view) :]
 
     def keep(self, name: str) -> None:
-        self.file.close()
-        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self.scratch, self.folder / name)
+        """Bytes are on the disk before the name that promises them. Raises OSError, with nothing under the name, where there is no room."""
+        target = self.folder / name
+        try:
+            os.fsync(self.file.fileno())
+            self.file.close()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.scratch, target)
+        except OSError:
+            self.discard()
+            raise
+        sync_folder(target.parent)
 
     def discard(self) -> None:
-        self.file.close()
-        self.scratch.unlink(missing_ok=True)
+        """Also after a write that failed."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            self.scratch.unlink(missing_ok=True)
 
 
 class BlobSource:
@@ -318,6 +372,7 @@ class Store:
         self.blobs = blobs
         in_memory = database_url in ("sqlite://", "sqlite:///:memory:")
         more: dict[str, Any] = {"poolclass": pool.StaticPool} if in_memory else {}
+        self._alone: AbstractContextManager[Any] = threading.Lock() if in_memory else nullcontext()  # in memory all share one connection
         arguments = {"check_same_thread": False, "timeout": 30} if database_url.startswith("sqlite") else {}
         self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
         if self.engine.dialect.name == "sqlite":
@@ -332,7 +387,7 @@ class Store:
     def transaction(self) -> Iterator[Transaction]:
         """All or nothing; raises OSError where the disk is full or cannot be written."""
         try:
-            with self.engine.begin() as connection:
+            with self._alone, self.engine.begin() as connection:
                 yield Transaction(connection)
         except (exc.OperationalError, exc.DatabaseError) as error:
             raise OSError(f"database: {_first_line(error)}") from error

@@ -241,6 +241,10 @@ class Worker:
             if error.kind == "unknown":  # a file is gone, its version is too old by now: this work cannot be done
                 with contextlib.suppress(Told):
                     await self.link.give_back(work.key, error.reason[:200])
+        except OSError as error:  # this machine's disk: the coordinator's trouble is waited for by the link
+            with contextlib.suppress(Told):
+                await self.link.give_back(work.key, "the worker's disk refused")
+            raise WorkerStopped(f"{error.filename or self.name}: {error.strerror or error}; make room, and the same command goes on") from None
         except DivergedError as error:
             self.engine.settled(work, False)
             self.diverged += 1
