@@ -116,7 +116,7 @@ class PartWriter:
     def keep(self) -> None:
         crash.point("part.before_write")
         with self._pausing():
-            self.writer.keep(self.name)
+            self.writer.keep(self.name, settled=False)  # a part that a power cut damages is sent again: commit digests the whole
         self.coordinator.resume("disk")
         crash.point("part.after_write")
 
@@ -688,6 +688,7 @@ class Coordinator:
             )
         crash.point("commit.before_gate")
         norms, fault = self._gate(assignment, source, request.sha256)
+        self._settle(names)
         crash.point("commit.before_record")
 
         def also(tx: Transaction, answer: Answer) -> None:
@@ -726,6 +727,14 @@ class Coordinator:
     def _steps_of(self, assignment: Assignment, num_samples: float) -> Ranges:
         """The part of a lease that an update of so many samples was trained on."""
         return without(assignment.steps, beyond(assignment.steps, -(-int(num_samples) // self.config.train.batch_size)))
+
+    def _settle(self, names: Sequence[str]) -> None:
+        """What is about to be promised outlives a power cut."""
+        try:
+            self.store.blobs.settle(names)
+        except OSError as error:
+            self.no_room(str(error))
+            raise
 
     def _whole(self, request: CommitRequest, names: Sequence[str]) -> BlobSource | None:
         """The upload as one run of bytes, or None where a part is missing or the digest is another; such parts are dropped."""
