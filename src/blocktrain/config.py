@@ -249,7 +249,7 @@ class LimitsConfig(Section):
     """What a coordinator lets the outside do."""
 
     json_kb: int = Field(default=64, ge=1, le=1 << 20, description="longest JSON body in KiB")
-    part_mb: float = Field(default=8.0, gt=0.001, le=1024, description="size in MiB of the parts an update is sent in")
+    part_mb: float = Field(default=16.0, gt=0.001, le=1024, description="size in MiB of the parts an update is sent in")
     parallel_transfers: int = Field(default=8, ge=1, le=4096, description="downloads served at once; who comes later waits in line")
     requests_per_s: int = Field(default=50, ge=1, le=1 << 20, description="requests of one worker, on average over ten seconds")
     joins_per_minute: int = Field(default=600, ge=1, le=1 << 20, description="attempts to join from one address, right or wrong")

@@ -55,7 +55,11 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._quiet = 0
-        super().on_body(body)
+        if self.cycle.body or self.cycle.response_complete:
+            super().on_body(body)
+            return
+        self.cycle.body = body  # type: ignore[assignment]  # what waits alone is neither copied nor a reason to stop reading
+        self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         self._quiet = 0
