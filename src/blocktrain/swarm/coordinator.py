@@ -945,12 +945,17 @@ class Coordinator:
         return f"{where} is damaged: put back a file whose sha256 begins with {digest} (the run's checkpoints hold the newest versions)"
 
     def damage_of(self, name: str) -> str:
-        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well."""
+        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well.
+
+        Raises FileNotFoundError where it has been dropped meanwhile, which is no damage.
+        """
         path = self.store.blobs.path(name)
         seen = (path.stat().st_size, path.stat().st_mtime_ns) if path else self.store.blobs.size(name)
         if self._sound.get(name) == seen:
             return ""
         if not self.store.blobs.digest(name, self.store.blobs.size(name) or 0).startswith(_digest_in(name)):
+            if self.store.blobs.size(name) is None:
+                raise FileNotFoundError(name)
             self.pause(f"file {name}", problem := self._damage(name))
             return problem
         if len(self._sound) > 10_000:

@@ -165,7 +165,8 @@ class Line:
         for other, heard in list(self.waiting.items()):
             if now - heard > LINE_S:
                 del self.waiting[other]
-        ahead = list(self.waiting).index(who) if who in self.waiting else len(self.waiting)
+        before = list(self.waiting)[: list(self.waiting).index(who)] if who in self.waiting else self.waiting
+        ahead = sum(self.inside[other] < EACH for other in before)  # who has all it may have keeps nobody from a place that is free
         if self.inside.total() + ahead < self.places and self.inside[who] < EACH:
             self.waiting.pop(who, None)
             self.inside[who] += 1
@@ -503,7 +504,11 @@ class Service:
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
         size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
-        if problem := await run_in_threadpool(coordinator.damage_of, name):
+        try:
+            problem = await run_in_threadpool(coordinator.damage_of, name)
+        except FileNotFoundError:
+            raise HTTPException(404, f"blob {name[:100]}: it is not here any more") from None
+        if problem:
             raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
 
         def file() -> Response:
