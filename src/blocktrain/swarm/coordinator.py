@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -115,7 +116,7 @@ class PartWriter:
     def keep(self) -> None:
         crash.point("part.before_write")
         with self._pausing():
-            self.writer.keep(self.name)
+            self.writer.keep(self.name, settled=False)  # a part that a power cut damages is sent again: commit digests the whole
         self.coordinator.resume("disk")
         crash.point("part.after_write")
 
@@ -172,7 +173,7 @@ class Coordinator:
         self.run, self.config, self.layout, self.store, self.text = run, config, layout, store, text
         self.clock, self.say = clock, say
         self._lock, self._closing = threading.RLock(), threading.Lock()
-        self._offset, self.seq, self._swept_at = 0.0, 0, clock()
+        self._offset, self.seq, self._swept_at = -math.inf, 0, clock()  # the first look at the journal sets the offset
         self._bytes: dict[tuple[str, str, str, str], int] = {}
         self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
         self._snapshot_seq = 0
@@ -256,7 +257,7 @@ class Coordinator:
             self._catch_up(tx)
 
     def now(self) -> float:
-        """Seconds on the run's own clock: it goes on where the last process left it."""
+        """Seconds on the run's own clock: it goes on where the last process left it, whatever this machine's clock says."""
         return self.clock() + self._offset
 
     # --- The journal ---
@@ -687,6 +688,7 @@ class Coordinator:
             )
         crash.point("commit.before_gate")
         norms, fault = self._gate(assignment, source, request.sha256)
+        self._settle(names)
         crash.point("commit.before_record")
 
         def also(tx: Transaction, answer: Answer) -> None:
@@ -725,6 +727,14 @@ class Coordinator:
     def _steps_of(self, assignment: Assignment, num_samples: float) -> Ranges:
         """The part of a lease that an update of so many samples was trained on."""
         return without(assignment.steps, beyond(assignment.steps, -(-int(num_samples) // self.config.train.batch_size)))
+
+    def _settle(self, names: Sequence[str]) -> None:
+        """What is about to be promised outlives a power cut."""
+        try:
+            self.store.blobs.settle(names)
+        except OSError as error:
+            self.no_room(str(error))
+            raise
 
     def _whole(self, request: CommitRequest, names: Sequence[str]) -> BlobSource | None:
         """The upload as one run of bytes, or None where a part is missing or the digest is another; such parts are dropped."""
@@ -935,12 +945,17 @@ class Coordinator:
         return f"{where} is damaged: put back a file whose sha256 begins with {digest} (the run's checkpoints hold the newest versions)"
 
     def damage_of(self, name: str) -> str:
-        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well."""
+        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well.
+
+        Raises FileNotFoundError where it has been dropped meanwhile, which is no damage.
+        """
         path = self.store.blobs.path(name)
         seen = (path.stat().st_size, path.stat().st_mtime_ns) if path else self.store.blobs.size(name)
         if self._sound.get(name) == seen:
             return ""
         if not self.store.blobs.digest(name, self.store.blobs.size(name) or 0).startswith(_digest_in(name)):
+            if self.store.blobs.size(name) is None:
+                raise FileNotFoundError(name)
             self.pause(f"file {name}", problem := self._damage(name))
             return problem
         if len(self._sound) > 10_000:

@@ -15,8 +15,8 @@ import re
 import threading
 import time
 import traceback
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from typing import Annotated, Any
@@ -55,7 +55,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 422, 429, 431, 500, 503, 507)
 }
 CHUNK = 1 << 20
-PIECES = 1 << 19  # bytes of a part that are written at once
+BATCH = 1 << 19  # bytes of a part that are written at once
 DISK_THREADS = 4  # that write parts
 GATES = 2  # updates that are inspected at once: each takes a few tensors' memory
 HEAD_BYTES = 32 * 1024
@@ -165,7 +165,8 @@ class Line:
         for other, heard in list(self.waiting.items()):
             if now - heard > LINE_S:
                 del self.waiting[other]
-        ahead = list(self.waiting).index(who) if who in self.waiting else len(self.waiting)
+        before = list(self.waiting)[: list(self.waiting).index(who)] if who in self.waiting else self.waiting
+        ahead = sum(self.inside[other] < EACH for other in before)  # who has all it may have keeps nobody from a place that is free
         if self.inside.total() + ahead < self.places and self.inside[who] < EACH:
             self.waiting.pop(who, None)
             self.inside[who] += 1
@@ -176,6 +177,44 @@ class Line:
     def leave(self, who: str) -> None:
         self.inside[who] -= 1
         self.inside += Counter()  # drops zeros
+
+
+class Sink:
+    """Digests and writes a part in a thread, while more of it comes; holds little of it."""
+
+    def __init__(self, writer: PartWriter, pool: ThreadPoolExecutor) -> None:
+        self.writer, self.pool, self.digest = writer, pool, hashlib.sha256()
+        self.chunks = deque[bytes]()
+        self.size, self.written = 0, 0  # the first is counted by the event loop, the second by the thread
+        self.job: asyncio.Future[None] | None = None
+
+    async def put(self, chunk: bytes) -> None:
+        """Take a chunk; waits where too much is held already."""
+        self.chunks.append(chunk)
+        self.size += len(chunk)
+        if self.size - self.written >= BATCH and (self.job is None or self.job.done()):
+            await self._begin()
+        if self.size - self.written >= 2 * BATCH and self.job:
+            await asyncio.shield(self.job)
+
+    async def _begin(self) -> None:
+        if self.job:
+            await self.job  # for its error, if it had one
+        self.job = asyncio.get_running_loop().run_in_executor(self.pool, self._drain)
+
+    async def finish(self) -> None:
+        """Until everything is written."""
+        while self.chunks:
+            await self._begin()
+        if self.job:
+            await self.job
+
+    def _drain(self) -> None:
+        while self.chunks:
+            chunk = self.chunks.popleft()
+            self.digest.update(chunk)
+            self.writer.write(chunk)
+            self.written += len(chunk)
 
 
 class InLine(Response):
@@ -447,30 +486,29 @@ class Service:
         return Answer(kind="ok", reason=f"part {index} is here", key=key)
 
     async def _receive_part(self, request: Request, writer: PartWriter, index: int, length: int, sha256: str) -> None:
-        """The body into the writer, if it is what was announced; while some of it is written, more comes."""
-        digest, size, loop = hashlib.sha256(), 0, asyncio.get_running_loop()
-        writing: asyncio.Future[None] | None = None
+        """The body into the writer, if it is what was announced."""
+        sink = Sink(writer, self.disk)
         try:
-            async for pieces in _pieces(request):
-                size += sum(map(len, pieces))
-                if size > length:
+            async for chunk in request.stream():
+                if sink.size + len(chunk) > length:
                     raise HTTPException(413, f"part {index}: longer than its {length} bytes")
-                if writing:
-                    await asyncio.shield(writing)
-                writing = loop.run_in_executor(self.disk, _write, writer, digest, pieces)
+                await sink.put(chunk)
         finally:
-            if writing:
-                with anyio.CancelScope(shield=True):
-                    await writing
-        if size != length:
-            raise HTTPException(400, f"part {index}: has {size} bytes, it must have {length}")
-        if digest.hexdigest() != sha256:
+            with anyio.CancelScope(shield=True):
+                await sink.finish()
+        if sink.size != length:
+            raise HTTPException(400, f"part {index}: has {sink.size} bytes, it must have {length}")
+        if sink.digest.hexdigest() != sha256:
             raise HTTPException(409, f"part {index}: its sha256 is not the one that was announced; it was damaged on the way, send it again")
 
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
         size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
-        if problem := await run_in_threadpool(coordinator.damage_of, name):
+        try:
+            problem = await run_in_threadpool(coordinator.damage_of, name)
+        except FileNotFoundError:
+            raise HTTPException(404, f"blob {name[:100]}: it is not here any more") from None
+        if problem:
             raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
 
         def file() -> Response:
@@ -481,24 +519,6 @@ class Service:
 
 
 # --- Pieces ---
-
-
-async def _pieces(request: Request) -> AsyncIterator[list[bytes]]:
-    """The body as it comes, about half a MiB at a time."""
-    pieces, size = list[bytes](), 0
-    async for chunk in request.stream():
-        pieces.append(chunk)
-        size += len(chunk)
-        if size >= PIECES:
-            yield pieces
-            pieces, size = [], 0
-    yield pieces
-
-
-def _write(writer: Any, digest: Any, pieces: list[bytes]) -> None:
-    for piece in pieces:
-        digest.update(piece)
-        writer.write(piece)
 
 
 def _file_response(coordinator: Coordinator, name: str, size: int, ranged: str | None) -> Response:

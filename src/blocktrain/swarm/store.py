@@ -272,6 +272,15 @@ class Blobs:
             with suppress(FileNotFoundError), _as_os_error():
                 obstore.delete(self.store, name)
 
+    def settle(self, names: Iterable[str]) -> None:
+        """Blobs that were kept unsettled are on the disk after this."""
+        paths = [self.folder / name for name in names] if self.folder else []
+        for path in paths:
+            with open(path, "r+b", buffering=0) as file:
+                os.fsync(file.fileno())
+        for folder in {path.parent for path in paths}:
+            sync_folder(folder)
+
     def path(self, name: str) -> Path | None:
         """Where a local store keeps a blob, for whoever can serve files faster than bytes."""
         return self.folder / name if self.folder else None
@@ -293,7 +302,7 @@ class BlobWriter:
         with _as_os_error():
             self.writer.write(bytes(piece))
 
-    def keep(self, name: str) -> None:
+    def keep(self, name: str, *, settled: bool = True) -> None:
         """Raises OSError, with nothing under the name, where there is no room."""
         try:
             with _as_os_error():
@@ -324,18 +333,23 @@ class FileWriter:
         while view:
             view = view[self.file.write(view) :]
 
-    def keep(self, name: str) -> None:
-        """Bytes are on the disk before the name that promises them. Raises OSError, with nothing under the name, where there is no room."""
+    def keep(self, name: str, *, settled: bool = True) -> None:
+        """Bytes are on the disk before the name that promises them, unless it promises nothing before `Blobs.settle`.
+
+        Raises OSError, with nothing under the name, where there is no room.
+        """
         target = self.folder / name
         try:
-            os.fsync(self.file.fileno())
+            if settled:
+                os.fsync(self.file.fileno())
             self.file.close()
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(self.scratch, target)
         except OSError:
             self.discard()
             raise
-        sync_folder(target.parent)
+        if settled:
+            sync_folder(target.parent)
 
     def discard(self) -> None:
         """Also after a write that failed."""
