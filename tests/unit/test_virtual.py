@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 
 import pytest
@@ -36,6 +37,19 @@ def test_timers_far_from_zero_still_ring():
         return asyncio.get_running_loop().time()
 
     assert run(main()) == pytest.approx(9e8 + 0.4, abs=1e-3)
+
+
+def test_a_timer_never_rings_early_so_nobody_waits_for_a_moment_for_ever():
+    async def main() -> int:
+        loop, dice, turns = asyncio.get_running_loop(), random.Random(1), 0
+        for _ in range(2000):
+            moment = loop.time() + dice.choice((1e-9, 1e-6, 0.1, 10.0, 1e5)) * dice.random()
+            while (left := moment - loop.time()) > 0:
+                await asyncio.sleep(left)
+                turns += 1
+        return turns
+
+    assert run(main()) < 4000
 
 
 def test_timeouts_are_virtual_too():

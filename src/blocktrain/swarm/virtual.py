@@ -8,6 +8,7 @@ raises Deadlock.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -21,13 +22,15 @@ class Deadlock(RuntimeError):
 class _Jump:
     """What the loop takes for its selector: instead of waiting for the outside, it moves the clock on."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, moved: Callable[[float], None]) -> None:
+        self.now, self.moved = 0.0, moved
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
             raise Deadlock(f"every task waits and no timer is set, {self.now:.3f} virtual seconds after the start")
-        self.now += max(0.0, timeout)
+        if timeout > 0:
+            self.now += timeout
+            self.moved(self.now)
         return []
 
 
@@ -36,8 +39,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._selector = _Jump()
-        self._clock_resolution = 1e-6  # a jump lands a rounding error beside its timer
+        self._selector = _Jump(self._moved)
+        self._moved(0.0)
+
+    def _moved(self, now: float) -> None:
+        """A timer rings at its time and never before: whoever waits for a moment would set another timer of no length, for ever."""
+        self._clock_resolution = math.ulp(now)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
