@@ -3,10 +3,10 @@
     python benchmarks/six_workers.py OUT --train TRAIN --heldout HELDOUT [--shape small|bench] [--codecs fp32,bf16,int8]
 
 Real processes: one coordinator, six workers of one thread each. All arms take the same shape, seed and samples (a block's steps are leased
-exactly once); `--set section.field=value` changes all of them, `--swarm-set` only the workers. One machine is trained twice: with the batch
-that a round of two replicas has together and half as many steps, as data-parallel training would be, and with the workers' batch and all their
-steps one after another. For each codec (up and down alike) the table gives the headline CE, its difference to the first arm with the standard error of the paired
-windows, the participation, and the bytes of the ledger. Then one JSON line. What is there already in OUT is not trained again.
+exactly once); `--set section.field=value` changes all of them, `--swarm-set` only the workers. One machine is trained twice: with the batch that
+a round of two replicas has together and half as many steps, as data-parallel training would be, and with the workers' batch and all their steps
+one after another. For each codec (up and down alike) the table gives the headline CE, its difference to the first arm with the standard error of
+the paired windows, the participation, and the bytes of the ledger. Then one JSON line. What is there already in OUT is not trained again.
 """
 
 from __future__ import annotations

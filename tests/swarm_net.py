@@ -91,7 +91,7 @@ def make_coordinator(
 ) -> Coordinator:
     layout = layout or make_layout()
     opened: Store = open_store(folder) if folder else memory_store()
-    blob = opened.blobs.put("text/train.txt", text)
+    blob = opened.blobs.put_stream("text/train", ".txt", [text])
     ref = BlobRef(name=blob.name, size=blob.size, sha256=blob.sha256)
     return Coordinator("run", make_config(layout.blocks, **sections), layout, opened, Text(ref, blob.sha256, "a text"), clock=clock)
 

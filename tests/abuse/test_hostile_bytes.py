@@ -1,4 +1,7 @@
-"""Hostile requests by the ten thousand (BLOCKTRAIN_HOSTILE says how many) at a real process: it answers no 5xx but 503 and 507, does not grow, and an honest worker is still served."""
+"""Hostile requests by the ten thousand at a real process: it answers no 5xx but 503 and 507, does not grow, and an honest worker is still served.
+
+BLOCKTRAIN_HOSTILE says how many.
+"""
 
 from __future__ import annotations
 

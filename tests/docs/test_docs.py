@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,26 @@ def test_every_command_in_the_documents_parses(capsys: pytest.CaptureFixture[str
         make_config(fields, text)
 
 
+SHORTER = ["--set=train.steps=2", "--set=evaluate.windows=2", "--set=train.batch_size=2", "--set=evaluate.noise_draws=2"]
+
+
+def run_with_one_worker(tokens: list[str], folder: Path) -> None:
+    """A coordinator as the README starts it, but for port and length, and a worker by the line that it prints, both to the end."""
+    tokens[tokens.index("--listen") + 1] = "127.0.0.1:0"
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m", "blocktrain"]
+    with subprocess.Popen([*start, *tokens, *SHORTER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as coordinator:
+        assert coordinator.stdout is not None
+        line = shlex.split(coordinator.stdout.readline())
+        assert line[:2] == ["blocktrain", "worker"]
+        worker = subprocess.run([*start, *line[1:]], capture_output=True, text=True, env=environment, timeout=300, check=False)
+        assert worker.returncode == 0, worker.stderr
+        assert "the run is finished" in worker.stderr
+        said, noted = coordinator.communicate(timeout=120)
+        assert coordinator.returncode == 0, noted
+        assert "finished" in said
+
+
 def test_the_readme_commands_work_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Every blocktrain command of the README, in its order, in one folder; only the training is shortened."""
     monkeypatch.chdir(tmp_path)
@@ -59,7 +82,10 @@ def test_the_readme_commands_work_one_after_another(tmp_path: Path, monkeypatch:
     for text in commands:
         tokens = shlex.split(text)[1:]
         if tokens[0] == "train":
-            tokens += ["--set=train.steps=2", "--set=evaluate.windows=2", "--set=train.batch_size=2", "--set=evaluate.noise_draws=2"]
+            tokens += SHORTER
+        if tokens[0] == "coordinator" and "--status" not in tokens:
+            run_with_one_worker(tokens, tmp_path)
+            continue
         assert cli.run(tokens) == 0, (text, capsys.readouterr().err)
     out = capsys.readouterr().out
     assert "headline CE" in out

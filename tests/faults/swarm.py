@@ -74,7 +74,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.poll() is None:

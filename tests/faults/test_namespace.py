@@ -1,8 +1,8 @@
 """A worker that nobody can reach: it sits in a network namespace of its own, as behind a router that lets connections out and none in.
 
 What it would answer to a connection from outside is not routed (a rule on source ports, since packet filters are not in every kernel; the test
-tries a listener there first, and must not get through). Needs root and iproute2, which check.py installs. Elsewhere it says so with a warning and shows the
-other half: a worker has no socket that could be reached.
+tries a listener there first, and must not get through). Needs root and iproute2, which check.py installs. Elsewhere it says so with a warning
+and shows the other half: a worker has no socket that could be reached.
 """
 
 from __future__ import annotations

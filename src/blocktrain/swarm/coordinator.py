@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -172,7 +173,7 @@ class Coordinator:
         self.run, self.config, self.layout, self.store, self.text = run, config, layout, store, text
         self.clock, self.say = clock, say
         self._lock, self._closing = threading.RLock(), threading.Lock()
-        self._offset, self.seq, self._swept_at = 0.0, 0, clock()
+        self._offset, self.seq, self._swept_at = -math.inf, 0, clock()  # the first look at the journal sets the offset
         self._bytes: dict[tuple[str, str, str, str], int] = {}
         self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
         self._snapshot_seq = 0
@@ -256,7 +257,7 @@ class Coordinator:
             self._catch_up(tx)
 
     def now(self) -> float:
-        """Seconds on the run's own clock: it goes on where the last process left it."""
+        """Seconds on the run's own clock: it goes on where the last process left it, whatever this machine's clock says."""
         return self.clock() + self._offset
 
     # --- The journal ---
@@ -944,12 +945,17 @@ class Coordinator:
         return f"{where} is damaged: put back a file whose sha256 begins with {digest} (the run's checkpoints hold the newest versions)"
 
     def damage_of(self, name: str) -> str:
-        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well."""
+        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well.
+
+        Raises FileNotFoundError where it has been dropped meanwhile, which is no damage.
+        """
         path = self.store.blobs.path(name)
         seen = (path.stat().st_size, path.stat().st_mtime_ns) if path else self.store.blobs.size(name)
         if self._sound.get(name) == seen:
             return ""
         if not self.store.blobs.digest(name, self.store.blobs.size(name) or 0).startswith(_digest_in(name)):
+            if self.store.blobs.size(name) is None:
+                raise FileNotFoundError(name)
             self.pause(f"file {name}", problem := self._damage(name))
             return problem
         if len(self._sound) > 10_000:

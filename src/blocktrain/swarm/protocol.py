@@ -25,7 +25,7 @@ Hex = Annotated[str, Field(min_length=8, max_length=128, pattern=r"^[0-9a-f]+$")
 Key = Annotated[str, Field(min_length=1, max_length=20, pattern=r"^[0-9]+$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Codec = Literal["fp32", "bf16", "int8"]
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]  # what every JSON reader has exactly
 Figure = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Part = Annotated[str, Field(pattern=r"^(interface|block-[0-9]{3,9})$")]
 BlobName = Annotated[str, Field(pattern=r"^(versions|text)/[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?$", max_length=200)]

@@ -26,6 +26,7 @@ import limits as rate
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -62,6 +63,8 @@ STALL_S = 60.0  # without a byte, either way
 SLOWEST = 1024  # bytes a second
 EACH = 2  # downloads, or parts that come in, of one worker at once
 LINE_S = 15.0  # a place in line is kept for so long without a request
+
+SECRET = HTTPBearer(auto_error=False, description="A session's secret; a token to join")
 
 FileResponse.chunk_size = CHUNK
 
@@ -162,7 +165,8 @@ class Line:
         for other, heard in list(self.waiting.items()):
             if now - heard > LINE_S:
                 del self.waiting[other]
-        ahead = list(self.waiting).index(who) if who in self.waiting else len(self.waiting)
+        before = list(self.waiting)[: list(self.waiting).index(who)] if who in self.waiting else self.waiting
+        ahead = sum(self.inside[other] < EACH for other in before)  # who has all it may have keeps nobody from a place that is free
         if self.inside.total() + ahead < self.places and self.inside[who] < EACH:
             self.waiting.pop(who, None)
             self.inside[who] += 1
@@ -241,7 +245,7 @@ class InLine(Response):
             line.leave(self.who)
 
 
-async def _bearer(request: Request) -> str:
+async def _bearer(request: Request, _: Annotated[Any, Depends(SECRET)]) -> str:
     scheme, _, secret = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret or len(secret) > 200:
         raise HTTPException(401, "authorization: a header `Bearer SECRET` is needed")
@@ -500,7 +504,11 @@ class Service:
     async def _give_blob(self, request: Request, session: Session, name: str) -> Response:
         coordinator = self.coordinator
         size, kind, part = await run_in_threadpool(find_blob, coordinator, name)
-        if problem := await run_in_threadpool(coordinator.damage_of, name):
+        try:
+            problem = await run_in_threadpool(coordinator.damage_of, name)
+        except FileNotFoundError:
+            raise HTTPException(404, f"blob {name[:100]}: it is not here any more") from None
+        if problem:
             raise HTTPException(503, f"the coordinator's copy of {name} is damaged, its owner is told how to mend it: {problem}"[:300])
 
         def file() -> Response:
@@ -565,7 +573,9 @@ async def _invalid(_: Request, error: Any) -> Response:
 
 async def _http_error(_: Request, error: Any) -> Response:
     kinds = {401: "revoked", 403: "forbidden", 404: "unknown", 409: "resend", 503: "wait"}
-    return _reply(error.status_code, kinds.get(error.status_code, "invalid"), str(error.detail))
+    reply = _reply(error.status_code, kinds.get(error.status_code, "invalid"), str(error.detail))
+    reply.headers.update(error.headers or {})
+    return reply
 
 
 async def _gone(_: Request, __: Any) -> Response:

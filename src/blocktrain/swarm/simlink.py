@@ -13,12 +13,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from blocktrain.errors import BlockTrainError
 from blocktrain.streams import Source
+from blocktrain.swarm import identity
 from blocktrain.swarm.coordinator import Coordinator, Refused, Session
-from blocktrain.swarm.identity import WorkerKey
 from blocktrain.swarm.protocol import (
     PROTOCOL,
     Answer,
@@ -30,6 +30,7 @@ from blocktrain.swarm.protocol import (
     CommitReply,
     CommitRequest,
     GiveBackRequest,
+    Hello,
     JoinReply,
     JoinRequest,
     Message,
@@ -37,7 +38,7 @@ from blocktrain.swarm.protocol import (
     join_text,
 )
 from blocktrain.swarm.replies import ASK_WAIT_S, Again, answered, find_blob, given_back, granted, heard, refusal
-from blocktrain.swarm.worker import WorkerStopped
+from blocktrain.swarm.worker import Told, WorkerStopped
 
 T = TypeVar("T")
 HEADERS_UP, HEADERS_DOWN = 230, 140  # bytes of a request and of a reply beside their bodies, as HTTP/1.1 has them here
@@ -85,16 +86,17 @@ class SimLink:
         coordinator: Coordinator,
         token: str,
         name: str,
-        key: WorkerKey,
+        key: identity.WorkerKey,
         *,
         process: str,
         wire: Wire,
         dice: random.Random,
         closed: Bell,
         say: Callable[[str], None] = lambda _: None,
+        told: Callable[[str], None] = lambda _: None,  # gets the kind of each refusal of an update
     ) -> None:
         self.coordinator, self.token, self.name, self.key, self.process = coordinator, token, name, key, process
-        self.wire, self.dice, self.closed, self.say = wire, dice, closed, say
+        self.wire, self.dice, self.closed, self.say, self.told = wire, dice, closed, say, told
         self.worker = ""
         self._secret, self._digest = "", ""
         self._cut = False
@@ -117,7 +119,14 @@ class SimLink:
         return self.coordinator.info()
 
     async def _challenge(self) -> str:
-        return (await self._call(None, lambda: self.coordinator.hello("00000000"))).challenge
+        """Without certificate and signature: whom one talks to is not in question here, and their lengths would be left to chance."""
+        coordinator = self.coordinator
+
+        def hello() -> Hello:
+            challenge = identity.challenge(coordinator.secret, coordinator.now())
+            return Hello(protocol=PROTOCOL, run_id=coordinator.run_id, challenge=challenge, certificate="", signature="")
+
+        return (await self._call(None, hello)).challenge
 
     async def join(self, capacity: int, takeover: bool) -> JoinReply:
         challenge, run_id = await self._challenge(), self.coordinator.run_id
@@ -155,10 +164,17 @@ class SimLink:
         return self._at_coordinator(lambda: granted(reply))
 
     async def begin(self, request: BeginRequest) -> BeginReply:
-        return await self._call(request, lambda: granted(self.coordinator.begin(self._session(), request)))
+        return await self._update(request, lambda: granted(self.coordinator.begin(self._session(), request)))
 
     async def commit(self, request: CommitRequest) -> CommitReply:
-        return await self._call(request, lambda: granted(self.coordinator.commit(self._session(), request)))
+        return await self._update(request, lambda: granted(self.coordinator.commit(self._session(), request)))
+
+    async def _update(self, request: Message, act: Callable[[], T]) -> T:
+        try:
+            return await self._call(request, act)
+        except Told as error:
+            self.told(error.kind)
+            raise
 
     async def give_back(self, key: str, why: str) -> None:
         await self._call(GiveBackRequest(key=key, why=why), lambda: given_back(self.coordinator.give_back(self._session(), key, why), key))
@@ -227,7 +243,10 @@ class SimLink:
         try:
             return act()
         except (Refused, BlockTrainError, OSError) as error:
-            raise heard(*refusal(error)) from None
+            code, answer = refusal(error)
+            if code == 200:  # done before: a part of an update that has been counted
+                return cast(T, answer)
+            raise heard(code, answer) from None
 
     async def _up(self, seconds: float) -> None:
         if self._cut:

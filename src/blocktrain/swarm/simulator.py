@@ -15,6 +15,7 @@ import json
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +167,7 @@ class Simulation:
         self.store = opened or memory_store()
         self.decisions: list[tuple[float, str, int, str]] = []
         self.links: dict[int, SimLink] = {}
+        self.refusals: Counter[str] = Counter()
         self.seconds_per_step = WORK_S / self.config.round.inner_steps
 
     # --- Running ---
@@ -209,13 +211,13 @@ class Simulation:
         dice = random.Random(f"{self.plan.seed} worker {number}")
         regime, name = self.plan.regime, f"w{number:05d}"
         machine = regime.machine(dice, self.seconds_per_step, self._block_bytes())
-        key, engine = _key(self.plan.seed, number), self._engine(machine, dice, folder / name)
+        key, engine = worker_key(self.plan.seed, number), self._engine(machine, dice, folder / name)
         await asyncio.sleep(STARTS_S * dice.random())
         turn = 0
         while not self.coordinator.complete:
-            self.links[number] = link = SimLink(
-                self.coordinator, token, name, key, process=f"{name}-{turn}", wire=machine.wire, dice=dice, closed=closed, say=self.say
-            )
+            link = SimLink(self.coordinator, token, name, key, process=f"{name}-{turn}", wire=machine.wire, dice=dice, closed=closed)
+            link.say, link.told = self.say, self._refused
+            self.links[number] = link
             present_s = dice.expovariate(1 / regime.present_s) if regime.present_s < float("inf") else None
             if await self._turn(Worker(link, engine, takeover=True), link, present_s):
                 return
@@ -239,6 +241,9 @@ class Simulation:
             await task
         return False
 
+    def _refused(self, kind: str) -> None:
+        self.refusals[kind] += 1
+
     def _engine(self, machine: Machine, dice: random.Random, folder: Path) -> Engine:
         regime = self.plan.regime
         pace = Pace(machine.seconds_per_step, regime.hold_ups, regime.hold_up_s, dice)
@@ -254,8 +259,7 @@ class Simulation:
 
     def _outcome(self, steps: int, began: float) -> Outcome:
         coordinator, state = self.coordinator, self.coordinator.machine.state
-        results = self._results()
-        late = {block: results.get((block, "late"), 0) for block in range(self.layout.blocks)}
+        late = self._late()
         manifests = {part_of(block.index): coordinator.manifest(part_of(block.index), block.version) for block in state.blocks}
         blocks = [
             BlockOutcome(b.index, b.version, b.assigned_total, b.fresh_total, late[b.index], b.tokens, manifests[part_of(b.index)].get("ce"))
@@ -273,7 +277,7 @@ class Simulation:
             finished=coordinator.finished,
             blocks=blocks,
             late=sum(late.values()),
-            dropped=sum(count for (_, kind), count in results.items() if kind == "too_old"),
+            dropped=self.refusals["too_old"],
             bytes=dict(sorted(moved.items())),
             events=coordinator.seq,
             virtual_s=state.now,
@@ -283,15 +287,13 @@ class Simulation:
             digests={part: manifest["file"]["sha256"] for part, manifest in sorted(manifests.items())},
         )
 
-    def _results(self) -> dict[tuple[int, str], int]:
-        """How many updates had which answer, by the first block of their span."""
-        query = sa.select(store.updates.c.blocks, store.updates.c.kind, sa.func.count().label("count"))
+    def _late(self) -> Counter[int]:
+        """Updates that came late and were counted, by the first block of their span."""
+        query = sa.select(store.updates.c.blocks, sa.func.count().label("count")).where(store.updates.c.kind == "late")
+        found: Counter[int] = Counter()
         with self.store.transaction() as tx:
-            rows = tx.rows(query.group_by(store.updates.c.blocks, store.updates.c.kind))
-        found: dict[tuple[int, str], int] = {}
-        for row in rows:
-            place = json.loads(row["blocks"])[0], row["kind"]
-            found[place] = found.get(place, 0) + row["count"]
+            for row in tx.rows(query.group_by(store.updates.c.blocks)):
+                found[json.loads(row["blocks"])[0]] += row["count"]
         return found
 
 
@@ -333,6 +335,6 @@ def _without_end(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": 1 << 40})})
 
 
-def _key(seed: int, number: int) -> WorkerKey:
+def worker_key(seed: int, number: int) -> WorkerKey:
     """A worker's key, made from the seed: names follow from keys, and reasons name workers."""
     return WorkerKey(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} key {number}".encode()).digest()))

@@ -28,6 +28,7 @@ from blocktrain.swarm.protocol import Metrics, RunInfo, Work, part_of
 from blocktrain.swarm.worker import Link, Trained
 
 STAND_IN_VALUES = 8  # of a part of a stand-in
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass
@@ -39,11 +40,19 @@ class Pace:
     hold_up_s: float = 0.0  # mean length; none is shorter than half of it
     dice: random.Random = dataclasses.field(default_factory=random.Random)
 
+    def __post_init__(self) -> None:
+        self._turn = self.dice.random()
+
+    def _held_up(self) -> bool:
+        """Now and then, as evenly as can be: a short run is then like a long one."""
+        self._turn = (self._turn + GOLDEN) % 1.0
+        return self._turn < self.hold_ups
+
     async def steps(self, work: Work, seconds: float, stopped: Callable[[], bool]) -> int:
         """Live through the time of an assignment; returns how many steps were possible. As anywhere, steps can be foreseen and hold-ups cannot."""
         leased = sum(stop - first for first, stop in work.steps)
         done = 0 if stopped() else max(0, min(leased, math.floor(seconds / self.seconds_per_step + 1e-9)))
-        held_up = self.hold_up_s * (0.5 + self.dice.expovariate(2.0)) if done and self.dice.random() < self.hold_ups else 0.0
+        held_up = self.hold_up_s * (0.5 + self.dice.expovariate(2.0)) if done and self._held_up() else 0.0
         await asyncio.sleep(done * self.seconds_per_step + held_up)
         return done
 

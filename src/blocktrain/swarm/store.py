@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -390,7 +391,7 @@ class Store:
         self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "connect", _prepare_sqlite)
-            event.listen(self.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+            event.listen(self.engine, "begin", _begin_sqlite)
         try:
             _tables.create_all(self.engine)
         except exc.SQLAlchemyError as error:
@@ -431,6 +432,14 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
     connection.isolation_level = None  # transactions begin where we say so
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    """Writers wait for each other here, and not when they have read what is about to change."""
+    try:
+        connection.connection.cursor().execute("BEGIN IMMEDIATE")
+    except sqlite3.Error as error:
+        raise exc.OperationalError("BEGIN IMMEDIATE", None, error) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,144 @@
+"""Real engines at a real coordinator: an update is a function of its assignment, whoever trains it and whenever it joined."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blocktrain.codecs import read_update
+from blocktrain.swarm.engine import TrainingEngine
+from blocktrain.swarm.link import HttpLink
+from blocktrain.swarm.parts import layout_of
+from blocktrain.swarm.protocol import AskReply, BeginRequest, BlobRef, CommitRequest, RunInfo, Work
+from blocktrain.swarm.worker import Trained, Worker
+from tests.conftest import CLEAN, write_text
+from tests.swarm_net import Served, in_time, make_config, make_coordinator, serve, until_updates, wait_until
+
+ROUND = {"inner_steps": 2, "quorum": 1}
+MODEL = {"blocks": 2}
+TRAIN = {"steps": 4000, "warmup_steps": 10, "batch_size": 2}
+
+
+def real_coordinator(tmp_path: Path, **sections: Any) -> Any:
+    text = write_text(tmp_path / "text.txt", 20_000).read_bytes()
+    sections = {"round": ROUND, "train": TRAIN, "model": MODEL, **sections}
+    layout = layout_of(make_config(sections["model"]["blocks"], **sections))
+    return make_coordinator(tmp_path / "swarm", layout=layout, text=text, **sections)
+
+
+def engine(folder: Path) -> TrainingEngine:
+    return TrainingEngine(folder, lambda _: 4, device="cpu")
+
+
+async def arrive(served: Served, name: str, folder: Path) -> tuple[HttpLink, TrainingEngine, RunInfo]:
+    way, trainer = served.link(name, process=name), engine(folder)
+    info = await way.info()
+    await way.join(trainer.configure(info), False)
+    await trainer.prepare(info, way)
+    return way, trainer, info
+
+
+async def trained(way: HttpLink, trainer: TrainingEngine, work: Work) -> Trained:
+    await trainer.fetch(work, way)
+    done = await trainer.train(work, 600.0, lambda: False)
+    assert done is not None
+    return done
+
+
+async def hand_in(way: HttpLink, trainer: TrainingEngine, work: Work) -> Trained:
+    done = await trained(way, trainer, work)
+    size = done.source.size
+    reply = await way.begin(BeginRequest(key=work.key, size=size, sha256=done.sha256))
+    for index, start in enumerate(range(0, size, reply.part_bytes)):
+        await way.put_part(work.key, done.sha256, index, done.source, start, min(size, start + reply.part_bytes))
+    answer = await way.commit(CommitRequest(key=work.key, size=size, sha256=done.sha256, num_samples=done.num_samples))
+    assert answer.kind in ("fresh", "late")
+    trainer.settled(work, True)
+    return done
+
+
+async def next_work(way: HttpLink, ask: str) -> Work:
+    while True:
+        reply: AskReply = await way.ask(ask)
+        if reply.work:
+            return reply.work
+        await asyncio.sleep(0.02)
+        ask += "x"
+
+
+@pytest.mark.parametrize("objective", [{}, CLEAN], ids=["noisy", "upstream"])
+def test_whoever_joins_after_thirty_rounds_trains_the_same_update_as_who_was_there_from_the_start(objective: dict[str, Any], tmp_path: Path):
+    with serve(real_coordinator(tmp_path, objective=objective, round={**ROUND, "inner_steps": 1})) as served:
+
+        async def story() -> None:
+            way, veteran, _ = await arrive(served, "veteran", tmp_path / "veteran")
+            for number in range(30):
+                await hand_in(way, veteran, await next_work(way, f"ask-{number}"))
+            work = await next_work(way, "the-one")
+            assert min(part.version for part in work.parts if part.part.startswith("block")) >= 10
+            assert work.schedule_step >= 10
+            late_way, late, _ = await arrive(served, "late", tmp_path / "late")
+            mine, theirs = await trained(way, veteran, work), await trained(late_way, late, work)
+            assert mine.sha256 == theirs.sha256
+            assert mine.source.read(0, mine.source.size) == theirs.source.read(0, theirs.source.size)
+            files = [sorted(path.name for path in (tmp_path / who / "parts").iterdir()) for who in ("veteran", "late")]
+            assert files[0] == files[1], "names carry digests: the same weights"
+            await way.close()
+            await late_way.close()
+
+        in_time(story(), 300)
+
+
+def test_an_update_lists_what_learns_and_nothing_else(tmp_path: Path):
+    """The interface is frozen and the run has no noisy target: most tensors never get a gradient, and none of them travels."""
+    outer = {"interface": "frozen"}
+    with serve(real_coordinator(tmp_path, objective=CLEAN, outer=outer, model={"blocks": 2, "embed_dim": 64})) as served:
+
+        async def story() -> list[str]:
+            way, trainer, _ = await arrive(served, "w", tmp_path / "w")
+            work = await next_work(way, "a")
+            done = await hand_in(way, trainer, work)
+            await way.close()
+            shapes = served.coordinator.layout.update_shapes(work.first, work.stop)
+            update = read_update(done.source.read(0, done.source.size), shapes)
+            return [name for name, _ in update.tensors()]
+
+        names = in_time(story(), 300)
+        layout = served.coordinator.layout
+        everything = sum(len(entries) for entries in layout.entries.values())
+        assert names and all(name.startswith("block-") for name in names)
+        part = names[0].partition("/")[0]
+        assert [name.partition("/")[2] for name in names] == sorted(layout.trainable[part]) and len(names) < everything / 2
+
+
+def test_int8_both_ways_the_replica_of_a_worker_has_the_coordinators_bits_and_came_by_deltas(tmp_path: Path):
+    outer = {"up_codec": "int8", "down_codec": "int8"}
+    fetched: list[tuple[str, int]] = []
+    with serve(real_coordinator(tmp_path, outer=outer, model={"blocks": 1, "width": 64})) as served:
+        way = served.link("w", process="w")
+        inner = way.fetch
+
+        async def fetch(blob: BlobRef, target: Path | None) -> None:
+            fetched.append((blob.name, blob.size))
+            await inner(blob, target)
+
+        way.fetch = fetch  # type: ignore[method-assign]
+        worker = Worker(way, engine(tmp_path / "w"))
+        in_time(until_updates(worker, 5), 300)
+        wait_until(lambda: not served.coordinator.machine.state.blocks[0].pending)
+        state = served.coordinator.machine.state
+        there = {path.name: path for path in (tmp_path / "w/parts").glob("*.safetensors")}
+        assert there
+        for name, path in there.items():
+            part, version = name.rsplit("-", 2)[0], int(name.rsplit("-", 2)[1])
+            file = served.coordinator.manifest(part, version)["file"]
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == file["sha256"]
+        assert state.blocks[0].version >= 4
+    deltas = [(name, size) for name, size in fetched if "-delta" in name]
+    whole = [(name, size) for name, size in fetched if name.startswith("versions/") and "-delta" not in name]
+    assert len(deltas) >= 2 * 3 and len(whole) == 2, "whole files only at first"
+    assert max(size for name, size in deltas if "block" in name) < min(size for name, size in whole if "block" in name) / 2
