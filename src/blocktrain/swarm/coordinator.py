@@ -614,6 +614,9 @@ class Coordinator:
             raise Refused(assignment.answer)
         if assignment.upload is None:
             raise Refused(Answer("conflict", f"assignment {key}: begin the upload first", key))
+        return self._part_size(assignment, index)
+
+    def _part_size(self, assignment: Assignment, index: int) -> int:
         size = self._update_size(assignment)
         if not 0 <= index < -(-size // self.part_bytes):
             raise ProtocolError(f"part: {index} is not one of {-(-size // self.part_bytes)} parts")
@@ -624,15 +627,15 @@ class Coordinator:
 
         Parts of another update under this key are dropped.
         """
-        self._require_room(self.part_bytes)
         with self._alone_with(key):
             self._require_open(key)
+            self._require_room(self._part_size(self.machine.state.assignments[key], index))
             self._received(key, sha256)
         return PartWriter(self, _part_name(key, sha256, index))
 
     def no_room(self, problem: str) -> None:
         """A part could not be written."""
-        self._needed = self.part_bytes
+        self._needed = min(self.part_bytes, encoded_size(self.layout.update_shapes(0, self.layout.blocks), self.config.outer.up_codec))
         self.pause("disk", f"an update could not be written: {problem}")
 
     def keep_part(self, key: str, writer: PartWriter) -> None:
