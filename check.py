@@ -42,7 +42,7 @@ def run_tests() -> None:
     began, running = time.monotonic(), {}
     print(f"== tests: {', '.join(halves)}, side by side", flush=True)
     for name, chosen in halves.items():
-        output = tempfile.TemporaryFile("w+")
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the process has ended)
         command = [str(BIN / "python"), "-m", "pytest", "--durations=10", "-p", "no:cacheprovider", *chosen]
         running[name] = output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
     codes = []
