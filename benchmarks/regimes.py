@@ -99,7 +99,8 @@ def main() -> None:
     for seed in map(int, options.seeds.split(",")):
         for name in options.regimes.split(","):
             for banked in (True, False):
-                rows.append(run_arm(name, banked, seed, corpus, options))
+                same = not banked and not rows[-1]["late"] + rows[-1]["dropped"]  # nothing came late: nothing else would have happened
+                rows.append({**rows[-1], "late_work": "dropped"} if same else run_arm(name, banked, seed, corpus, options))
                 print_table(rows[-1:])
     print()
     print_table(rows)
