@@ -355,9 +355,12 @@ def test_too_little_disk(served: Served, tmp_path: Path, monkeypatch: pytest.Mon
     assert_only(ask(served.line(), tmp_path), "disk for its files", "--folder")
 
 
-def test_a_paused_run_is_noted(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(served.coordinator, "problem", "the coordinator's disk is full")
-    found = ask(served.line(), tmp_path)
+def test_a_paused_run_is_noted(served: Served, tmp_path: Path):
+    served.coordinator.pause("disk", "the coordinator's disk is full")
+    try:
+        found = ask(served.line(), tmp_path)
+    finally:
+        served.coordinator.resume("disk")
     assert found["health"].verdict == "note" and "disk is full" in found["health"].found
     assert found["latency"].verdict == "ok"
 

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 
 from blocktrain.codecs import encoded_size
 from blocktrain.config import RunConfig
-from blocktrain.errors import CheckpointError, ConfigError, ProtocolError
+from blocktrain.errors import BlockTrainError, CheckpointError, ConfigError, ProtocolError
 from blocktrain.swarm import aggregate, crash, identity, store
 from blocktrain.swarm.leases import Ranges, beyond, without
 from blocktrain.swarm.parts import INTERFACE, Layout
@@ -232,23 +232,22 @@ class Coordinator:
 
     def _reload(self) -> None:
         """State from the newest snapshot and the journal after it."""
+        self._stale = True
         with self.store.transaction() as tx:
-            newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
-            self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
-            self._snapshot_seq = self.seq
             self._catch_up(tx)
-        self._stale = False
 
     def _catch_up(self, tx: Transaction) -> None:
         """Apply what other processes have appended; from their snapshot where the journal does not reach back far enough."""
-        events = tx.events_after(self.seq)
-        if events and events[0][0] > self.seq + 1:
+        events = [] if self._stale else tx.events_after(self.seq)
+        if self._stale or (events and events[0][0] > self.seq + 1):
             newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
             self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
-            events = [(seq, text) for seq, text in events if seq > self.seq]
+            self._snapshot_seq = self.seq
+            events = tx.events_after(self.seq)
         for seq, text in events:
             self.machine.apply(from_tagged_json(EVENTS, text))
             self.seq = seq
+        self._stale = False
         self._offset = max(self._offset, self.machine.state.now - self.clock())
 
     def _look(self) -> None:
@@ -278,7 +277,7 @@ class Coordinator:
                 self.seq += 1
                 self._caught_up = True
             except BaseException as error:
-                self._stale = True
+                self._stale, self._caught_up = True, False
                 if isinstance(error, OSError):
                     self.pause("journal", str(error))
                 with suppress(OSError):
@@ -423,9 +422,16 @@ class Coordinator:
             raise ProtocolError("challenge: is not of the last minutes; say hello again")
         identity.check_worker(request.public_key, join_text(self.run_id, request.challenge, request.public_key, request.process), request.signature)
         worker, session = identity.worker_name(request.name, request.public_key), identity.new_token()
+        with self.store.transaction() as tx:
+            known = tx.rows(sa.select(store.sessions.c.public_key).where(store.sessions.c.worker == worker))
+        if known and known[0]["public_key"] != request.public_key:  # eight digits of a digest can be met by trying keys
+            raise Refused(Answer("forbidden", f"worker {worker} has another key; join under another name"))
         members = self.machine.state.workers
-        if worker not in members and len(members) >= self.config.limits.max_workers:
-            raise Refused(Answer("wait", f"the run has {len(members)} workers, limits.max_workers is reached", time_left_s=30.0))
+        if worker not in members and len(members) >= (most := self.config.limits.max_workers):
+            with self._lock:  # whoever left, is gone or was revoked fills no place; their records are bounded too
+                live = len(self.machine.figures(self.now()).live)
+            if live >= most or len(members) >= 10 * most:
+                raise Refused(Answer("wait", f"the run has {live} workers, limits.max_workers is reached", time_left_s=30.0))
 
         def also(tx: Transaction, answer: Answer) -> None:
             if not tx.rows(sa.select(store.tokens.c.name).where(store.tokens.c.name == name, store.tokens.c.revoked.is_(False))):
@@ -595,7 +601,7 @@ class Coordinator:
     def _own(self, who: Session, key: str) -> Assignment:
         """The assignment of that key, if it is this worker's. Raises Refused."""
         assignment = self.machine.state.assignments.get(key)
-        if assignment is None or (assignment.answer is None and assignment.upload is None):
+        if self._stale or assignment is None or (assignment.answer is None and assignment.upload is None):
             self._look()  # another coordinator may know more
             assignment = self.machine.state.assignments.get(key)
         if assignment is None:
@@ -614,6 +620,9 @@ class Coordinator:
             raise Refused(assignment.answer)
         if assignment.upload is None:
             raise Refused(Answer("conflict", f"assignment {key}: begin the upload first", key))
+        return self._part_size(assignment, index)
+
+    def _part_size(self, assignment: Assignment, index: int) -> int:
         size = self._update_size(assignment)
         if not 0 <= index < -(-size // self.part_bytes):
             raise ProtocolError(f"part: {index} is not one of {-(-size // self.part_bytes)} parts")
@@ -624,15 +633,15 @@ class Coordinator:
 
         Parts of another update under this key are dropped.
         """
-        self._require_room(self.part_bytes)
         with self._alone_with(key):
             self._require_open(key)
+            self._require_room(self._part_size(self.machine.state.assignments[key], index))
             self._received(key, sha256)
         return PartWriter(self, _part_name(key, sha256, index))
 
     def no_room(self, problem: str) -> None:
         """A part could not be written."""
-        self._needed = self.part_bytes
+        self._needed = min(self.part_bytes, encoded_size(self.layout.update_shapes(0, self.layout.blocks), self.config.outer.up_codec))
         self.pause("disk", f"an update could not be written: {problem}")
 
     def keep_part(self, key: str, writer: PartWriter) -> None:
@@ -648,7 +657,7 @@ class Coordinator:
     def _require_open(self, key: str) -> None:
         """Raises Refused where an assignment has its answer."""
         assignment = self.machine.state.assignments.get(key)
-        if assignment is None or (assignment.answer is None and assignment.upload is None):
+        if self._stale or assignment is None or (assignment.answer is None and assignment.upload is None):
             self._look()  # another coordinator may know more
             assignment = self.machine.state.assignments.get(key)
         if assignment is None:
@@ -665,7 +674,10 @@ class Coordinator:
         """Parts of this very update that are here; those of another one under the same key are dropped."""
         names = self.store.blobs.names(f"updates/{key}/")
         mine = [name for name in names if name.startswith(f"updates/{key}/{sha256}/")]
-        self.store.blobs.delete(set(names) - set(mine))
+        if others := set(names) - set(mine):
+            self._look()  # another coordinator may have accepted them
+            self._require_open(key)
+            self.store.blobs.delete(others)
         return sorted(int(name.rpartition("/")[2]) for name in mine)
 
     def commit(self, who: Session, request: CommitRequest) -> CommitReply:
@@ -694,6 +706,8 @@ class Coordinator:
         def also(tx: Transaction, answer: Answer) -> None:
             if answer.kind in ("unknown", "forbidden", "conflict", "revoked"):
                 return
+            if tx.rows(sa.select(store.updates.c.key).where(store.updates.c.key == request.key)):
+                return  # another coordinator has taken an update under this key: the first answer stands, with its bytes
             samples = request.num_samples
             tx.put(
                 store.updates,
@@ -813,7 +827,7 @@ class Coordinator:
     def _due(self) -> list[Decision]:
         with self._lock:
             caught_up, self._caught_up = self._caught_up, False
-            if not caught_up:  # what other processes append in the meantime, the next tick or event sees
+            if not caught_up or self._stale:  # what other processes append in the meantime, the next tick or event sees
                 with self.store.transaction() as tx:
                     self._catch_up(tx)
                     self._flush_bytes(tx, FLUSH_S)
@@ -827,7 +841,7 @@ class Coordinator:
             else:
                 made = 0
                 self.log(self.record(decision.event).reason)
-        except OSError as error:
+        except (OSError, BlockTrainError) as error:  # one block's trouble is not to keep the others from ending theirs
             self._again = True
             self.pause(f"block {decision.block}", f"block {decision.block} cannot end its round: {error}")
             return 0
@@ -1043,7 +1057,9 @@ class Coordinator:
         """Whether every block has taken all its steps."""
         state = self.machine.state
         target = state.rules.target_steps * state.samples_per_step * state.tokens_per_sample
-        return all(block.tokens >= target and block.round is None and not block.pending for block in state.blocks)
+        at_rest = all(block.round is None and not block.pending for block in state.blocks)
+        # Updates whose samples fill no whole number of steps take more steps than they count tokens.
+        return at_rest and (all(block.tokens >= target for block in state.blocks) or self.machine.finished)
 
     def logged(self) -> list[tuple[float, str]]:
         return list(self._log)

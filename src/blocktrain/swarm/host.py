@@ -50,7 +50,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EVERYWHERE = ("0.0.0.0", "::")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
-MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 1 << 20), (-1, 1 << 22), (-8, 2)  # glibc's malloc.h: option, value
+MMAP_THRESHOLD, TRIM_THRESHOLD, ARENA_MAX = (-3, 5 << 16), (-1, 1 << 22), (-8, 2)  # glibc's malloc.h: option, value
 LINGER_S = 5.0  # after the end of a run, beyond the heartbeat limit, for workers to hear of it
 
 

@@ -266,6 +266,11 @@ class Machine:
         """Whether the steps of every block are counted, and nobody is at work."""
         return not self._index.num_open and all(self._index.done(block) and not block.pending for block in self.state.blocks)
 
+    @property
+    def finished(self) -> bool:
+        """Whether whoever asks is told that the run has ended."""
+        return self._finished()
+
     def _finish(self) -> Answer:
         return Answer("finished", f"all blocks have taken their {self.state.rules.target_steps} steps")
 
