@@ -78,6 +78,7 @@ from blocktrain.training.outer import NormRule, OuterRule
 SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
 FLUSH_S = 1.0  # for so long the ledger's newest bytes may be in memory only
 NOTES_KEPT = 1000
+SWEEP_VERSIONS_S = 3600.0  # between looks for files of versions that nothing names; one that two looks in a row find is deleted
 SWEEP_S = 60.0  # between looks for parts of uploads that nobody will finish
 
 
@@ -174,6 +175,8 @@ class Coordinator:
         self.clock, self.say = clock, say
         self._lock, self._closing = threading.RLock(), threading.Lock()
         self._offset, self.seq, self._swept_at = -math.inf, 0, clock()  # the first look at the journal sets the offset
+        self._orphans: set[str] = set()  # files of versions that nothing named at the last look
+        self._versions_swept_at = -math.inf
         self._bytes: dict[tuple[str, str, str, str], int] = {}
         self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
         self._snapshot_seq = 0
@@ -182,6 +185,8 @@ class Coordinator:
         self._secrets: dict[str, str] = {}  # worker -> that hash
         self._busy: set[str] = set()  # keys of uploads of which a request is being answered
         self._again = False  # something that is due could not be done
+        self._curves: dict[str, list[tuple[int, int, float | None, float | None]]] = {}
+        self._curves_seq, self._curves_lock = 0, threading.Lock()
         self._norms: dict[str, dict[str, float]] = {}  # of pending updates, by part
         self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
         self._log: deque[tuple[float, str]] = deque(maxlen=200)
@@ -537,7 +542,7 @@ class Coordinator:
         if codec != "fp32":
             return PartFiles(part=part, version=version, full=self._coded(part, manifest, codec), codec=codec)  # type: ignore[arg-type]
         deltas = []
-        for older in range(version, max(0, version - self.config.limits.keep_versions), -1):
+        for older in range(version, max(0, version - self._kept(part)), -1):
             if (delta := self.manifest(part, older)["delta"]) is None:
                 break
             deltas.append(Delta(version=older, blob=_ref(delta)))
@@ -817,6 +822,8 @@ class Coordinator:
                 break
         if self.clock() - self._swept_at > SWEEP_S:
             self._sweep_uploads()
+        if self.clock() - self._versions_swept_at > SWEEP_VERSIONS_S:
+            self._sweep_versions()
         return made
 
     def _look_for_room(self) -> None:
@@ -987,17 +994,21 @@ class Coordinator:
             pending = {update.key for block in self.machine.state.blocks for update in block.pending}
             gone += [name for key, row in rows.items() if key not in pending for name, _ in json.loads(row["parts"])]
         for manifest in manifests:
-            gone += self._files_before(manifest["part"], manifest["version"] - self.config.limits.keep_versions)
+            gone += self._files_before(manifest["part"], manifest["version"] - self._kept(manifest["part"]))
         try:
             self.store.blobs.delete(gone)
         except OSError as error:
             self.log(f"old files could not be removed: {error}")
 
+    def _kept(self, part: str) -> int:
+        """Versions of a part that stay in the store: the interface moves with each block's close."""
+        return self.config.limits.keep_versions * (self.layout.blocks if part == INTERFACE else 1)
+
     def _files_before(self, part: str, oldest: int) -> list[str]:
         """Files that only versions at or before `oldest` name (manifests stay)."""
         if oldest < 0:
             return []
-        kept = {name for version in range(oldest + 1, oldest + self.config.limits.keep_versions + 1) for name in _files(self.manifest(part, version))}
+        kept = {name for version in range(oldest + 1, oldest + self._kept(part) + 1) for name in _files(self.manifest(part, version))}
         names = set(_files(self.manifest(part, oldest)))
         for codec in ("bf16", "int8"):
             if known := self.store.fact(f"coded {part} {oldest} {codec}"):
@@ -1022,6 +1033,22 @@ class Coordinator:
             needed = {update.key for block in state.blocks for update in block.pending}
             needed |= {key for key, assignment in state.assignments.items() if assignment.answer is None}
         blobs.delete(name for name in there if name.split("/")[1] not in needed)
+
+    def _sweep_versions(self) -> None:
+        """Files of closes that were lost to another coordinator, or cut short before they looked after their own."""
+        self._versions_swept_at = self.clock()
+        there = set(self.store.blobs.names("versions/"))
+        with self.store.transaction() as tx:
+            newest = tx.rows(sa.select(store.versions.c.part, sa.func.max(store.versions.c.version).label("version")).group_by(store.versions.c.part))
+        for row in newest:
+            part, keep = row["part"], self.config.limits.keep_versions * (self.layout.blocks if row["part"] == INTERFACE else 1)
+            for version in range(max(0, row["version"] - keep), row["version"] + 1):
+                there.difference_update(_files(self.manifest(part, version)))
+                for codec in ("bf16", "int8"):
+                    if known := self.store.fact(f"coded {part} {version} {codec}"):
+                        there.discard(json.loads(known)["name"])
+        self.store.blobs.delete(there & self._orphans)
+        self._orphans = there - self._orphans
 
     # --- Changes from outside ---
 
@@ -1060,6 +1087,19 @@ class Coordinator:
         at_rest = all(block.round is None and not block.pending for block in state.blocks)
         # Updates whose samples fill no whole number of steps take more steps than they count tokens.
         return at_rest and (all(block.tokens >= target for block in state.blocks) or self.machine.finished)
+
+    def curves(self) -> dict[str, list[tuple[int, int, float | None, float | None]]]:
+        """Of each block: (version, tokens, CE, participation) of every version; only what is new since the last look is read."""
+        new = sa.select(store.versions.c.seq, store.versions.c.manifest).where(store.versions.c.part != INTERFACE, store.versions.c.version > 0)
+        with self._curves_lock:
+            with self.store.transaction() as tx:
+                rows = tx.rows(new.where(store.versions.c.seq > self._curves_seq).order_by(store.versions.c.seq))
+            for row in rows:
+                told = json.loads(row["manifest"])
+                point = told["version"], told["tokens"], told.get("ce"), told.get("participation")
+                self._curves.setdefault(told["part"], []).append(point)
+                self._curves_seq = row["seq"]
+            return {part: list(points) for part, points in self._curves.items()}
 
     def logged(self) -> list[tuple[float, str]]:
         return list(self._log)

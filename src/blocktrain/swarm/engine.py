@@ -36,7 +36,7 @@ from blocktrain.swarm import crash
 from blocktrain.swarm.aggregate import moved
 from blocktrain.swarm.parts import INTERFACE, Layout, layout_of
 from blocktrain.swarm.protocol import Metrics, PartFiles, RunInfo, Work
-from blocktrain.swarm.worker import Link, Trained
+from blocktrain.swarm.worker import Link, Told, Trained
 from blocktrain.training.data import Batches, load_corpus
 from blocktrain.training.download import map_bytes, sha256_of
 from blocktrain.training.hardware import choose_hardware
@@ -72,6 +72,7 @@ class TrainingEngine:
         self.config: RunConfig
         self.layout: Layout
         self.batches: Batches
+        self._sound: set[tuple[str, int, int, int]] = set()  # files whose digest was right
         self._stack: tuple[tuple[int, ...], BlockStack] | None = None
 
     # --- Once ---
@@ -119,12 +120,25 @@ class TrainingEngine:
     async def fetch(self, work: Work, link: Link) -> None:
         for part in work.parts:
             path = self._path(part)
+            if path.exists() and not await asyncio.to_thread(self._is_sound, path, part.full.sha256):
+                self.say(f"{path.name}: is damaged here, fetching it again")
+                path.unlink()
             if not path.exists() and not await self._from_deltas(part, path, link):
                 await link.fetch(part.full, path)
         kept = {self._path(part).name for part in work.parts}
         for path in (self.folder / "parts").iterdir():
             if path.name not in kept and not path.name.endswith(".part"):
                 path.unlink()
+
+    def _is_sound(self, path: Path, sha256: str) -> bool:
+        """Whether a file that is here has its digest; looked at again only where it has changed."""
+        about = path.stat()
+        seen = (path.name, about.st_size, about.st_mtime_ns, about.st_ino)
+        if seen not in self._sound:
+            if _sha256(path) != sha256:
+                return False
+            self._sound.add(seen)
+        return True
 
     async def _from_deltas(self, part: PartFiles, path: Path, link: Link) -> bool:
         """Make a version from an older one that is here; False where that does not work out."""
@@ -139,7 +153,13 @@ class TrainingEngine:
         current = here[begin]
         for delta in chain:
             fetched = self.folder / "parts" / f"delta-{part.part}-{delta.version:08d}.part"
-            await link.fetch(delta.blob, fetched)
+            try:
+                await link.fetch(delta.blob, fetched)
+            except Told as error:
+                if error.kind != "unknown":
+                    raise
+                self.say(f"{part.part}: {error.reason}; fetching the version whole")
+                return False
             made = path.with_name(f"{path.name}.{delta.version}.made.part")
             await asyncio.to_thread(self._apply, part.part, current, fetched, made)
             fetched.unlink()
@@ -285,10 +305,18 @@ class TrainingEngine:
         try:
             note = json.loads((self.folder / "update.json").read_text())
             if note["work"] != _identity(work) or _sha256(path) != note["sha256"]:
+                self._forget_residuals()
                 return None
             return Trained(FileSource(path), note["sha256"], int(note["num_samples"]), Metrics(**note["metrics"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def _forget_residuals(self) -> None:
+        """An earlier process has finished an update and nobody here knows what became of it: what it was made with may be sent already."""
+        for new in self.folder.glob("residual-*.new"):
+            new.with_suffix(".safetensors").unlink(missing_ok=True)
+            new.unlink()
+        (self.folder / "update.json").unlink(missing_ok=True)
 
     def settled(self, work: Work, accepted: bool) -> None:
         (self.folder / "update.json").unlink(missing_ok=True)

@@ -11,7 +11,6 @@ import sqlalchemy as sa
 
 from blocktrain.swarm import store
 from blocktrain.swarm.coordinator import Coordinator
-from blocktrain.swarm.parts import INTERFACE
 from blocktrain.swarm.protocol import part_of
 from blocktrain.swarm.rounds import figures
 from blocktrain.swarm.state import State, Worker
@@ -25,7 +24,8 @@ def status(coordinator: Coordinator) -> dict[str, Any]:
         now = coordinator.now()
         shown = coordinator.machine.figures(now) if hasattr(coordinator.machine, "figures") else figures(state, now)
         state = _copy(state)
-    bytes_by = coordinator.counted_bytes()
+    counted = coordinator.counted_bytes()
+    bytes_by = _Moved(counted)
     rows = _rows(coordinator)
     blocks = [_block(coordinator, state, figure, rows, bytes_by) for figure in shown.blocks]
     condition, reason = _condition(coordinator, shown)
@@ -51,7 +51,7 @@ def status(coordinator: Coordinator) -> dict[str, Any]:
         "refusals": [{"s_ago": now - row["at"], "worker": row["worker"], "block": row["block"], "reason": row["text"]} for row in rows["refusals"]],
         "log": [{"s_ago": now - at, "text": text} for at, text in coordinator.logged()][::-1],
         "updates": _results(rows["results"]),
-        "bytes": _bytes(bytes_by),
+        "bytes": _bytes(counted),
     }
 
 
@@ -74,30 +74,49 @@ def _condition(coordinator: Coordinator, shown: Any) -> tuple[str, str]:
     return "training", f"{len(shown.live)} worker{'s' * (len(shown.live) != 1)} live"
 
 
-def _rows(coordinator: Coordinator) -> dict[str, list[dict[str, Any]]]:
-    """What the database adds: curves, results, refusals, headlines."""
+class _Moved:
+    """The ledger summed once, by part and by worker."""
+
+    def __init__(self, rows: list[Mapping[str, Any]]) -> None:
+        self._sums: dict[tuple[str, str, str], int] = defaultdict(int)
+        for row in rows:
+            for kind in ("part", "worker"):
+                self._sums[kind, row[kind], row["direction"]] += row["bytes"]
+
+    def of(self, kind: str, name: str, direction: str) -> int:
+        return self._sums.get((kind, name, direction), 0)
+
+
+def _rows(coordinator: Coordinator) -> dict[str, Any]:
+    """What the database adds: curves, results and last words of workers, refusals, headlines."""
     updates, notes = store.updates.c, store.notes.c
+    newest = sa.select(updates.worker, sa.func.max(updates.at).label("at")).group_by(updates.worker).subquery()
+    last = sa.select(updates.worker, updates.metrics, updates.reason)
+    last = last.join(newest, sa.and_(updates.worker == newest.c.worker, updates.at == newest.c.at))
+    curves = coordinator.curves()
     with coordinator.store.transaction() as tx:
-        manifests = tx.rows(sa.select(store.versions.c.manifest).where(store.versions.c.part != INTERFACE).order_by(store.versions.c.version))
         results = tx.rows(sa.select(updates.worker, updates.kind, sa.func.count().label("count")).group_by(updates.worker, updates.kind))
-        speeds = tx.rows(sa.select(updates.worker, updates.metrics, updates.reason, sa.func.max(updates.at)).group_by(updates.worker))
+        words = tx.rows(last)
         refusals = tx.rows(sa.select(store.notes).where(notes.kind == "refusal").order_by(notes.id.desc()).limit(50))
         headlines = tx.rows(sa.select(store.headlines).order_by(store.headlines.c.tokens))
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: {"updates": 0, "refusals": 0})
+    for row in results:
+        counts[row["worker"]]["updates" if row["kind"] in ("fresh", "late") else "refusals"] += row["count"]
     return {
-        "manifests": [json.loads(row["manifest"]) for row in manifests],
-        "results": [dict(row) for row in results],
-        "speeds": [dict(row) for row in speeds],
-        "refusals": [dict(row) for row in refusals],
+        "curves": curves,
+        "results": results,
+        "counts": counts,
+        "words": {row["worker"]: row for row in words},
+        "refusals": refusals,
         "headlines": [{"tokens": row["tokens"], **json.loads(row["figures"])} for row in headlines],
     }
 
 
-def _block(coordinator: Coordinator, state: State, figure: Any, rows: Mapping[str, Any], bytes_by: Any) -> dict[str, Any]:
+def _block(coordinator: Coordinator, state: State, figure: Any, rows: Mapping[str, Any], bytes_by: _Moved) -> dict[str, Any]:
     part = part_of(figure.block)
-    told = [m for m in rows["manifests"] if m["part"] == part and m["version"]]
-    told = told[:: max(1, len(told) // CURVE_POINTS)]
-    losses = [[m["version"], m["tokens"], m["ce"]] for m in told if m.get("ce") is not None]
-    moved = {d: sum(row["bytes"] for row in bytes_by if row["part"] == part and row["direction"] == d) for d in ("down", "up")}
+    points = rows["curves"].get(part, [])
+    told = points[-1 :: -max(1, len(points) // CURVE_POINTS)][::-1]  # the newest is always there
+    losses = [[version, tokens, ce] for version, tokens, ce, _ in told if ce is not None]
     return {
         "block": figure.block,
         "version": figure.version,
@@ -105,7 +124,7 @@ def _block(coordinator: Coordinator, state: State, figure: Any, rows: Mapping[st
         "participation": figure.participation,
         "loss": losses[-1][2] if losses else None,
         "losses": losses,
-        "participations": [[m["version"], m["participation"]] for m in told],
+        "participations": [[version, share] for version, _, _, share in told],
         "assigned": figure.assigned,
         "reported": figure.reported,
         "pending": figure.pending,
@@ -113,27 +132,22 @@ def _block(coordinator: Coordinator, state: State, figure: Any, rows: Mapping[st
         "tokens": figure.tokens,
         "target_tokens": state.rules.target_steps * coordinator.config.tokens_per_step or None,
         "reason": figure.reason,
-        "bytes_down": moved["down"],
-        "bytes_up": moved["up"],
+        "bytes_down": bytes_by.of("part", part, "down"),
+        "bytes_up": bytes_by.of("part", part, "up"),
     }
 
 
-def _worker(state: State, worker: Worker, shown: Any, now: float, rows: Mapping[str, Any], bytes_by: Any) -> dict[str, Any]:
-    counts: dict[str, int] = defaultdict(int)
-    for row in rows["results"]:
-        if row["worker"] == worker.name:
-            counts["updates" if row["kind"] in ("fresh", "late") else "refusals"] += row["count"]
-    last = next((row for row in rows["speeds"] if row["worker"] == worker.name), None)
+def _worker(state: State, worker: Worker, shown: Any, now: float, rows: Mapping[str, Any], bytes_by: _Moved) -> dict[str, Any]:
+    counts, last = rows["counts"][worker.name], rows["words"].get(worker.name)
     work = state.assignments.get(worker.last_key)
-    moved = {d: sum(row["bytes"] for row in bytes_by if row["worker"] == worker.name and row["direction"] == d) for d in ("down", "up")}
     return {
         "worker": worker.name,
         "state": _worker_state(worker, shown, now),
         "blocks": list(worker.last_blocks),
         "version": work.bases[0].version if work else None,
         "tokens_per_s": json.loads(last["metrics"]).get("tokens_per_s") if last else None,
-        "bytes_down": moved["down"],
-        "bytes_up": moved["up"],
+        "bytes_down": bytes_by.of("worker", worker.name, "down"),
+        "bytes_up": bytes_by.of("worker", worker.name, "up"),
         "updates": counts["updates"],
         "refusals": counts["refusals"],
         "seen_s_ago": max(0.0, now - worker.seen_at),

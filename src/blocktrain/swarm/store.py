@@ -271,6 +271,10 @@ class Blobs:
         for name in names:
             with suppress(FileNotFoundError), _as_os_error():
                 obstore.delete(self.store, name)
+            if self.folder and name.startswith("updates/"):  # each update has folders of its own
+                with suppress(OSError):
+                    for place in list((self.folder / name).parents)[:2]:
+                        place.rmdir()
 
     def settle(self, names: Iterable[str]) -> None:
         """Blobs that were kept unsettled are on the disk after this."""
@@ -343,8 +347,17 @@ class FileWriter:
             if settled:
                 os.fsync(self.file.fileno())
             self.file.close()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self.scratch, target)
+            made: list[Path] = []
+            for _ in range(10):
+                made = [place for place in target.parents if not place.exists()]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileNotFoundError):  # somebody has just removed the folder, which was empty
+                    os.replace(self.scratch, target)
+                    break
+            else:
+                os.replace(self.scratch, target)
+            for place in made:  # the names of new folders are on the disk too
+                sync_folder(place.parent)
         except OSError:
             self.discard()
             raise
@@ -388,6 +401,8 @@ class Store:
         more: dict[str, Any] = {"poolclass": pool.StaticPool} if in_memory else {}
         self._alone: AbstractContextManager[Any] = threading.Lock() if in_memory else nullcontext()  # in memory all share one connection
         arguments = {"check_same_thread": False, "timeout": 30} if database_url.startswith("sqlite") else {}
+        if not database_url.startswith("sqlite"):
+            more["isolation_level"] = "SERIALIZABLE"
         self.engine = sa.create_engine(database_url, connect_args=arguments, **more)
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine, "connect", _prepare_sqlite)

@@ -91,6 +91,7 @@ def serving(*, connections: int | None = None) -> dict[str, Any]:
     return {
         "http": PatientProtocol,
         "ws": "none",
+        "proxy_headers": False,  # X-Forwarded-For is whatever a client on this machine, or behind a tunnel to it, likes
         "lifespan": "off",
         "log_level": "critical",  # the application tells of errors itself
         "access_log": False,

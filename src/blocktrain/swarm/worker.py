@@ -241,6 +241,7 @@ class Worker:
             if error.kind == "unknown":  # a file is gone, its version is too old by now: this work cannot be done
                 with contextlib.suppress(Told):
                     await self.link.give_back(work.key, error.reason[:200])
+                await self._rest(PATIENT_S)  # the same work may come again
         except OSError as error:  # this machine's disk: the coordinator's trouble is waited for by the link
             with contextlib.suppress(Told):
                 await self.link.give_back(work.key, "the worker's disk refused")
