@@ -73,7 +73,7 @@ def _require_empty(run: Path) -> None:
 def _refuse_contradiction(existing: Path, have: RunConfig, wanted: RunConfig, flag: str) -> None:
     """The same command twice goes on; a preset or file that says something else than run.toml is refused, naming the setting."""
     for name, section in wanted:
-        for key, value in section if name not in ("data", "seed") else ():
+        for key, value in section if name not in ("data", "seed", "round", "limits") else ():
             there = getattr(getattr(have, name), key)
             if there != value:
                 found = f"{name}.{key} is {there} there and {value} here"

@@ -29,6 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import filelock
 import sqlalchemy as sa
 import uvicorn
 
@@ -96,6 +97,7 @@ class Host:
         corpus = self._corpus()
         self.run.mkdir(parents=True, exist_ok=True)
         opened = open_store(self.run / "swarm")
+        self._only = self._only_coordinator()
         self._log = open(self.run / "coordinator.log", "a", encoding="utf-8")  # noqa: SIM115 (as long as the process)
         self.text = keep_text(opened, corpus, self.config.data.corpus)
         self.coordinator = Coordinator(self.run.resolve().name, self.config, layout_of(self.config), opened, self.text, say=self.say)
@@ -108,6 +110,16 @@ class Host:
         self.page = f"{self.line.url}/"
         self.service = Service(self.coordinator)
         self.say(f"run {self.coordinator.run_id}: {self.config.model.blocks} blocks, {self.config.train.steps} steps each, text {corpus.source}")
+
+    def _only_coordinator(self) -> Any:
+        """A folder is served by one process; several coordinators share a run by a database and an object store that are not a folder."""
+        lock = filelock.FileLock(self.run / "swarm" / "serving.lock", timeout=0)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            line = self.run / "swarm" / "join-line"
+            raise ConfigError(f"{self.run}: another coordinator is serving this run (see {line}); stop it first, or look with --status") from None
+        return lock
 
     def _corpus(self) -> Corpus:
         data = self.config.data
@@ -182,6 +194,7 @@ class Host:
         self.say("stopped; the same command goes on" if not self.coordinator.finished else "the run is finished")
         self.coordinator.store.close()
         self._log.close()
+        self._only.release()
 
     @contextlib.contextmanager
     def _tls_files(self) -> Iterator[dict[str, Any]]:
@@ -407,6 +420,8 @@ def read_status(run: Path) -> dict[str, Any]:
 
 def add_token(run: Path, name: str) -> JoinLine:
     """A further token; returns the line to join by it."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise ConfigError(f"token {name!r}: a name has letters, digits, `.`, `-` and `_`, 64 at most")
     found = _opened(run)
     token = found.token_named(name)
     if token is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -54,6 +55,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 CHUNK = 1 << 20
 PATIENCE_S = 3600.0
+HURRY_S = 10.0
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 TIMEOUT = httpx2.Timeout(connect=10.0, read=120.0, write=60.0, pool=None)
 FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  # a stalled transfer is broken off and resumed
@@ -97,6 +99,7 @@ class HttpLink:
         self.transport = transport
         self._client: httpx2.AsyncClient | None = None
         self._session = ""
+        self._last_moment = math.inf  # of waiting for a coordinator that does not answer, once the worker is to stop
         self._digest = ""
 
     # --- Connecting ---
@@ -245,7 +248,9 @@ class HttpLink:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
             if (here := got()) > had:
                 had, attempt, end = here, 0, loop.time() + patience_s
-            left = end - loop.time()
+            left = min(end, self._last_moment) - loop.time()
+            if left <= 0 and self._last_moment < end:
+                raise WorkerStopped(f"{self.line.url}: {reason}; stopped without it, what was not handed in is given to others")
             if left <= 0:
                 raise WorkerStopped(f"{self.line.url}: gave up after {patience_s:.0f} s ({reason})")
             if reason != told and patience_s > 5:
@@ -254,6 +259,10 @@ class HttpLink:
             pause = after if after is not None else PAUSES_S[min(attempt, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
             await asyncio.sleep(min(pause, max(0.0, left)))
             attempt += 1
+
+    def hurry(self) -> None:
+        """Whoever waits for the coordinator waits for only a few seconds more."""
+        self._last_moment = min(self._last_moment, asyncio.get_running_loop().time() + HURRY_S)
 
     async def close(self) -> None:
         if self._client:

@@ -182,6 +182,9 @@ class SimLink:
     async def leave(self) -> None:
         await self._call(None, lambda: answered(self.coordinator.leave(self._session())))
 
+    def hurry(self) -> None:
+        """A simulated coordinator is never away."""
+
     async def close(self) -> None:
         """Nothing is held open."""
 

@@ -70,6 +70,7 @@ class Link(Protocol):
     async def leave(self) -> None: ...
     async def fetch(self, blob: BlobRef, target: Path | None) -> None: ...
     async def close(self) -> None: ...
+    def hurry(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ class Worker:
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def stop(self) -> None:
-        """Hand in what there is after the step in progress, then leave."""
+        """Hand in what there is after the step in progress, then leave; a coordinator that is away is not waited for any more."""
         self.stopping = True
+        self.link.hurry()
 
     async def run(self) -> str:
         """Until the run is finished or the worker is stopped. Raises WorkerStopped where it cannot go on."""

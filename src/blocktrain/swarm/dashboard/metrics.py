@@ -55,7 +55,7 @@ def _families(status: dict[str, Any]) -> Iterator[Metric]:
         "blocktrain_headline_ce", "Cross entropy of the composed model on held-out text, nats per byte", (), [((), status.get("headline_ce"))]
     )
     yield from _gauge("blocktrain_interface_version", "Version of the interface", (), [((), (status.get("interface") or {}).get("version"))])
-    yield from _gauge("blocktrain_uptime_seconds", "Since the coordinator started", (), [((), status.get("uptime_s"))])
+    yield from _gauge("blocktrain_uptime_seconds", "Of the run's own clock, over all starts", (), [((), status.get("uptime_s"))])
     yield from _counter("blocktrain_tokens", "Tokens the run was trained on", (), [((), status.get("tokens"))])
     yield from _counter("blocktrain_bytes", BYTES_HELP, ("direction", "kind"), _bytes(status.get("bytes") or {}))
     updates = status.get("updates") or {}
@@ -68,7 +68,7 @@ def _single_gauges(status: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     return {
         "headline_ce": ("Cross entropy of the composed model on held-out text, nats per byte", status.get("headline_ce")),
         "interface_version": ("Version of the interface", (status.get("interface") or {}).get("version")),
-        "uptime_seconds": ("Since the coordinator started", status.get("uptime_s")),
+        "uptime_seconds": ("Of the run's own clock, over all starts", status.get("uptime_s")),
     }
 
 
