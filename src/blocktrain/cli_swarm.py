@@ -64,7 +64,9 @@ def coordinator(
     host = Host(
         run, settings, listen=listen, public=public, plaintext=plaintext, cert=cert, evaluate=evaluate, stay=stay, alone_min=alone_min, say=say
     )
+    host.claim()
     host.open()
+    host.claim()
     print(f"blocktrain worker {host.line}", flush=True)
     say(f"page: {host.page}")
     code = host.serve()

@@ -463,3 +463,11 @@ def test_a_second_process_of_a_worker_is_refused_over_http_with_the_holders_name
             await second.close()
 
         in_time(both())
+
+
+def test_a_second_coordinator_of_a_folder_is_refused(tmp_path: Path):
+    (tmp_path / "run" / "swarm").mkdir(parents=True)
+    first, second = Host(tmp_path / "run", tiny_config()), Host(tmp_path / "run", tiny_config())
+    first.claim()
+    with pytest.raises(ConfigError, match="another coordinator is serving this run"):
+        second.claim()

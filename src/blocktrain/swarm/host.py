@@ -79,6 +79,7 @@ class Host:
         self.evaluate, self.stay, self.alone_min = evaluate, stay, alone_min
         self._tell = say
         self._log: Any = None
+        self._only: Any = None  # the lock by which this is the folder's only coordinator
         self._exported, self._evaluated_at, self._evaluation_s = -1, 0.0, 0.0
         self._evaluation: subprocess.Popen[str] | None = None
         self._stopping = threading.Event()
@@ -97,7 +98,6 @@ class Host:
         corpus = self._corpus()
         self.run.mkdir(parents=True, exist_ok=True)
         opened = open_store(self.run / "swarm")
-        self._only = self._only_coordinator()
         self._log = open(self.run / "coordinator.log", "a", encoding="utf-8")  # noqa: SIM115 (as long as the process)
         self.text = keep_text(opened, corpus, self.config.data.corpus)
         self.coordinator = Coordinator(self.run.resolve().name, self.config, layout_of(self.config), opened, self.text, say=self.say)
@@ -111,15 +111,17 @@ class Host:
         self.service = Service(self.coordinator)
         self.say(f"run {self.coordinator.run_id}: {self.config.model.blocks} blocks, {self.config.train.steps} steps each, text {corpus.source}")
 
-    def _only_coordinator(self) -> Any:
-        """A folder is served by one process; several coordinators share a run by a database and an object store that are not a folder."""
+    def claim(self) -> None:
+        """A folder is served by one process (several share a run by a database and an object store that are no folder). Raises ConfigError."""
+        if self._only is not None or not (self.run / "swarm").is_dir():
+            return
         lock = filelock.FileLock(self.run / "swarm" / "serving.lock", timeout=0)
         try:
             lock.acquire()
         except filelock.Timeout:
             line = self.run / "swarm" / "join-line"
             raise ConfigError(f"{self.run}: another coordinator is serving this run (see {line}); stop it first, or look with --status") from None
-        return lock
+        self._only = lock
 
     def _corpus(self) -> Corpus:
         data = self.config.data
@@ -194,7 +196,8 @@ class Host:
         self.say("stopped; the same command goes on" if not self.coordinator.finished else "the run is finished")
         self.coordinator.store.close()
         self._log.close()
-        self._only.release()
+        if self._only is not None:
+            self._only.release()
 
     @contextlib.contextmanager
     def _tls_files(self) -> Iterator[dict[str, Any]]:
