@@ -20,6 +20,7 @@ from blocktrain.swarm import host, identity, link, server
 from blocktrain.swarm.host import Host
 from blocktrain.swarm.protocol import BlobRef
 from blocktrain.swarm.worker import Told, Worker, WorkerStopped
+from tests.conftest import tiny_config
 from tests.swarm_net import (
     Fault,
     MadeUpEngine,
