@@ -28,6 +28,12 @@ def tensor_digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    """Of a file, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write and flush to the disk; after a crash the file is either whole or not under this name."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")

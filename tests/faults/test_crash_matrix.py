@@ -26,7 +26,7 @@ from tests.faults.swarm import ALONE, TOGETHER, Swarm
 
 AT_ONCE = 3  # cells side by side
 FIRST = ("join.before_record", "snapshot.before_delete", "export.before_rename", "worker.in_fetch")  # the others when reached for the third time
-FEW_EVENTS = "import blocktrain.swarm.coordinator as c\nc.SNAPSHOT_EVERY = 12"  # so that a short run has snapshots
+FEW_EVENTS = "import blocktrain.swarm.journal as j\nj.SNAPSHOT_EVERY = 12"  # so that a short run has snapshots
 drawing = threading.Lock()  # first weights come from torch's one generator: not from two threads at once
 COMMON = (
     *("begin.after_record", "commit.after_record", "close.after_block", "close.after_interface", "close.before_record", "close.after_record"),

@@ -13,7 +13,7 @@ import torch
 from blocktrain.codecs import encode_update
 from blocktrain.config import RunConfig
 from blocktrain.swarm import coordinator as module
-from blocktrain.swarm import identity
+from blocktrain.swarm import identity, journal
 from blocktrain.swarm.coordinator import Coordinator, Session, Text
 from blocktrain.swarm.parts import layout_of
 from blocktrain.swarm.protocol import PROTOCOL, BeginRequest, BlobRef, CommitRequest, JoinRequest, Work, join_text
@@ -122,7 +122,7 @@ def test_both_close_the_same_round_at_once_and_one_wins(pair: tuple[Coordinator,
 
 def test_one_that_slept_through_a_snapshot_reads_it(pair: tuple[Coordinator, Coordinator], monkeypatch: pytest.MonkeyPatch):
     one, two = pair
-    monkeypatch.setattr(module, "SNAPSHOT_EVERY", 3)
+    monkeypatch.setattr(journal, "SNAPSHOT_EVERY", 3)
     worker = Client("a", one)
     for i in range(6):
         work = worker.ask(one, f"ask-{i}")

@@ -3,9 +3,8 @@
 Every decision is the rules' (rounds.py). What this file adds is bytes: the files of an assignment, the gate for what comes back, the next
 version. Two hosts use it: the HTTP service (server.py) and the simulator (simulator.py).
 
-An event is appended to the journal in one transaction and only then answered. State in memory is a copy of the journal's: a transaction
-first applies what other processes have appended, and a failed one makes this process read everything anew. So a coordinator may be killed
-anywhere, and several may share a run.
+It stands on two rooms of its own: `Journal` (journal.py) has the state and the time, `Versions` (versions.py) the files and their manifests. So a
+coordinator may be killed anywhere, and several may share a run.
 
 `tick()` does what is due: ends rounds, writes versions, looks after old files. The host calls it after events and at `wake_at()`.
 """
@@ -14,13 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,9 +27,10 @@ from blocktrain.codecs import encoded_size
 from blocktrain.config import RunConfig
 from blocktrain.errors import BlockTrainError, CheckpointError, ConfigError, ProtocolError
 from blocktrain.swarm import aggregate, crash, identity, store
+from blocktrain.swarm.journal import FLUSH_S, one_line
 from blocktrain.swarm.leases import Ranges, beyond, without
 from blocktrain.swarm.parts import INTERFACE, Layout
-from blocktrain.swarm.plain import from_json, from_tagged_json, to_json, to_tagged_json
+from blocktrain.swarm.plain import to_json
 from blocktrain.swarm.protocol import (
     PROTOCOL,
     AskReply,
@@ -41,21 +39,18 @@ from blocktrain.swarm.protocol import (
     BlobRef,
     CommitReply,
     CommitRequest,
-    Delta,
     Hello,
     JoinReply,
     JoinRequest,
-    PartFiles,
     RunInfo,
     Work,
     hello_text,
     join_text,
     part_of,
 )
-from blocktrain.swarm.rounds import Machine, new_state
+from blocktrain.swarm.rounds import new_state
 from blocktrain.swarm.rules import Rules
 from blocktrain.swarm.state import (
-    EVENTS,
     Answer,
     Ask,
     Assignment,
@@ -64,22 +59,15 @@ from blocktrain.swarm.state import (
     ChangeRules,
     Close,
     Decision,
-    Event,
     GiveBack,
     Join,
     Leave,
     Push,
     Revoke,
-    State,
 )
 from blocktrain.swarm.store import BlobSource, Store, Transaction
+from blocktrain.swarm.versions import Versions
 from blocktrain.training.outer import NormRule, OuterRule
-
-SNAPSHOT_EVERY = 500  # events of journal, and one more for each record of the state: what an event costs does not grow with the run
-FLUSH_S = 1.0  # for so long the ledger's newest bytes may be in memory only
-NOTES_KEPT = 1000
-SWEEP_VERSIONS_S = 3600.0  # between looks for files of versions that nothing names; one that two looks in a row find is deleted
-SWEEP_S = 60.0  # between looks for parts of uploads that nobody will finish
 
 
 @dataclass(frozen=True)
@@ -155,7 +143,7 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("train.order: must be 'interleaved' with a coordinator, every worker trains its own blocks anyway")
 
 
-class Coordinator:
+class Coordinator(Versions):
     """One run's coordinator. `clock` gives seconds that never run backwards, `say` gets sentences; `serving` is False for whoever only looks."""
 
     def __init__(
@@ -171,32 +159,16 @@ class Coordinator:
         serving: bool = True,
     ) -> None:
         check_config(config)
-        self.run, self.config, self.layout, self.store, self.text = run, config, layout, store, text
-        self.clock, self.say = clock, say
-        self._lock, self._closing = threading.RLock(), threading.Lock()
-        self._offset, self.seq, self._swept_at = -math.inf, 0, clock()  # the first look at the journal sets the offset
-        self._orphans: set[str] = set()  # files of versions that nothing named at the last look
-        self._versions_swept_at = -math.inf
-        self._bytes: dict[tuple[str, str, str, str], int] = {}
-        self._bytes_lock, self._flushed_at = threading.Lock(), -FLUSH_S
-        self._snapshot_seq = 0
-        self._caught_up = False  # nothing has been read from the journal since our own newest event
+        super().__init__(config, layout, store, clock, say)
+        self.run, self.text = run, text
+        self._closing = threading.Lock()
         self._sessions: dict[str, Session] = {}  # by the hash of their secret
         self._secrets: dict[str, str] = {}  # worker -> that hash
         self._busy: set[str] = set()  # keys of uploads of which a request is being answered
         self._again = False  # something that is due could not be done
-        self._curves: dict[str, list[tuple[int, int, float | None, float | None]]] = {}
-        self._curves_seq, self._curves_lock = 0, threading.Lock()
         self._norms: dict[str, dict[str, float]] = {}  # of pending updates, by part
-        self._manifests: dict[tuple[str, int], dict[str, Any]] = {}
-        self._log: deque[tuple[float, str]] = deque(maxlen=200)
-        self._problems: dict[str, str] = {}  # what cannot go on just now -> why
         self._needed = 0  # bytes of disk that an upload asked for in vain
-        self._stale = False  # the state in memory may be ahead of the journal
-        self._sound: dict[str, Any] = {}  # blob -> what its file looked like when its digest was right
-        self.changed: Callable[[], None] = lambda: None  # told after every event
         self.closed: Callable[[], None] = lambda: None  # told after every new version
-        self.machine: Machine
         self._open(serving)
 
     # --- Opening ---
@@ -211,148 +183,16 @@ class Coordinator:
                 raise CheckpointError(
                     f"{self.run}: the coordinator's state is of another {name} ({have[:16]}, now {value[:16]}); use a new run folder"
                 )
-        self._write_first_versions()
+        train, model, rules = self.config.train, self.config.model, rules_of(self.config)
+        samples, tokens = train.batch_size, model.positions
+        first = new_state(self.layout.blocks, self.config.seed, rules, samples_per_step=samples, tokens_per_sample=tokens, now=0.0)
+        self._write_first_versions(to_json(first))
         self._reload()
         if not serving:  # somebody only looks, or withdraws a right, beside the process that serves
             return
-        if self.machine.state.rules != (rules := rules_of(self.config)):
+        if self.machine.state.rules != rules:
             self.change_rules(rules)
         self._sweep_files()
-
-    def _write_first_versions(self) -> None:
-        with self.store.transaction() as tx:
-            have = {row["part"] for row in tx.rows(sa.select(store.versions.c.part).distinct())}
-            started = bool(tx.rows(sa.select(store.snapshots.c.seq)))
-        missing = [part for part in self.layout.entries if part not in have]
-        manifests = [aggregate.first_version(self.store.blobs, self.layout, part) for part in missing]
-        rules, model = rules_of(self.config), self.config.model
-        first = new_state(
-            self.layout.blocks, self.config.seed, rules, samples_per_step=self.config.train.batch_size, tokens_per_sample=model.positions, now=0.0
-        )
-        with self.store.transaction() as tx:
-            for manifest in manifests:
-                tx.put(store.versions, part=manifest["part"], version=0, seq=0, manifest=json.dumps(manifest))
-            if not started:
-                tx.put(store.snapshots, seq=0, state=to_json(first))
-
-    def _reload(self) -> None:
-        """State from the newest snapshot and the journal after it."""
-        self._stale = True
-        with self.store.transaction() as tx:
-            self._catch_up(tx)
-
-    def _catch_up(self, tx: Transaction) -> None:
-        """Apply what other processes have appended; from their snapshot where the journal does not reach back far enough."""
-        events = [] if self._stale else tx.events_after(self.seq)
-        if self._stale or (events and events[0][0] > self.seq + 1):
-            newest = tx.rows(sa.select(store.snapshots).order_by(store.snapshots.c.seq.desc()).limit(1))[0]
-            self.machine, self.seq = Machine(from_json(State, newest["state"])), newest["seq"]
-            self._snapshot_seq = self.seq
-            events = tx.events_after(self.seq)
-        for seq, text in events:
-            self.machine.apply(from_tagged_json(EVENTS, text))
-            self.seq = seq
-        self._stale = False
-        self._offset = max(self._offset, self.machine.state.now - self.clock())
-
-    def _look(self) -> None:
-        """Read what other processes have appended."""
-        with self._lock, self.store.transaction() as tx:
-            self._catch_up(tx)
-
-    def now(self) -> float:
-        """Seconds on the run's own clock: it goes on where the last process left it, whatever this machine's clock says."""
-        return self.clock() + self._offset
-
-    # --- The journal ---
-
-    def record(self, make: Callable[[float], Event], also: Callable[[Transaction, Answer], None] = lambda *_: None) -> Answer:
-        """Append an event and what belongs to it, then answer; raises OSError, with nothing changed, where the database cannot be written."""
-        with self._lock:
-            try:
-                if self._stale:
-                    self._reload()
-                with self.store.transaction() as tx:
-                    self._catch_up(tx)
-                    event = make(self.now())
-                    answer = self.machine.apply(event)
-                    tx.append(self.seq + 1, to_tagged_json(event))
-                    also(tx, answer)
-                    self._flush_bytes(tx, FLUSH_S)
-                self.seq += 1
-                self._caught_up = True
-            except BaseException as error:
-                self._stale, self._caught_up = True, False
-                if isinstance(error, OSError):
-                    self.pause("journal", str(error))
-                with suppress(OSError):
-                    self._reload()
-                raise
-            self.resume("journal")
-            if self.seq - self._snapshot_seq >= SNAPSHOT_EVERY + len(self.machine.state.assignments) + len(self.machine.state.workers):
-                self._snapshot()
-        self.changed()
-        return answer
-
-    def _snapshot(self) -> None:
-        self._snapshot_seq = self.seq
-        try:
-            with self.store.transaction() as tx:
-                tx.put(store.snapshots, seq=self.seq, state=to_json(self.machine.state))
-            crash.point("snapshot.before_delete")
-            with self.store.transaction() as tx:
-                tx.execute(store.snapshots.delete().where(store.snapshots.c.seq < self.seq))
-                # Enough of the journal stays for other processes to see that they are behind.
-                tx.execute(store.events.delete().where(store.events.c.seq <= self.seq - SNAPSHOT_EVERY))
-                newest = sa.select(sa.func.max(store.notes.c.id)).scalar_subquery()
-                tx.execute(store.notes.delete().where(store.notes.c.id < newest - NOTES_KEPT))
-        except OSError as error:
-            self.pause("journal", str(error))
-
-    @property
-    def problem(self) -> str:
-        """Why the run cannot go on just now; empty if it can."""
-        return next(iter(self._problems.values()), "")
-
-    def pause(self, what: str, problem: str) -> None:
-        """Something cannot go on for now. Said once; who found it tries again."""
-        if problem != self._problems.get(what):
-            self._problems[what] = problem
-            self.log(f"paused: {problem}; nothing is lost, the run goes on when that is cured")
-
-    def resume(self, what: str) -> None:
-        """The same thing has gone well again."""
-        if self._problems.pop(what, "") and not self._problems:
-            self.log("the run goes on")
-
-    def log(self, text: str) -> None:
-        """A sentence for the log and the page, on one line whoever wrote it."""
-        text = _one_line(text)
-        self._log.append((self.now(), text))
-        self.say(text)
-
-    # --- The ledger ---
-
-    def count(self, worker: str, part: str, kind: str, direction: str, num_bytes: int) -> None:
-        """Bytes that moved; they reach the database with the first event or tick when FLUSH_S have passed since the last did."""
-        if num_bytes:
-            with self._bytes_lock:
-                place = worker, part, kind, direction
-                self._bytes[place] = self._bytes.get(place, 0) + num_bytes
-
-    def _flush_bytes(self, tx: Transaction, every_s: float = 0.0) -> None:
-        now = self.clock()
-        if now < self._flushed_at + every_s and len(self._bytes) < SNAPSHOT_EVERY:
-            return
-        with self._bytes_lock:
-            counted, self._bytes, self._flushed_at = self._bytes, {}, now
-        try:
-            tx.add_bytes(counted)
-        except BaseException:
-            with self._bytes_lock:
-                for place, count in counted.items():
-                    self._bytes[place] = self._bytes.get(place, 0) + count
-            raise
 
     # --- The door ---
 
@@ -524,38 +364,6 @@ class Coordinator:
             parts=parts,
             codec=self.config.outer.up_codec,
         )
-
-    def manifest(self, part: str, version: int) -> dict[str, Any]:
-        """Of a version of a part; manifests never change."""
-        found = self._manifests.get((part, version))
-        if found is None:
-            found = self.store.manifest(part, version)
-            assert found is not None, f"{part} version {version} has no manifest"
-            if len(self._manifests) > 10_000:
-                self._manifests.clear()
-            self._manifests[part, version] = found
-        return found
-
-    def _part_files(self, part: str, version: int, codec: str = "fp32") -> PartFiles:
-        """How to get a version of a part; `codec` only for parts that are read and not trained."""
-        manifest = self.manifest(part, version)
-        if codec != "fp32":
-            return PartFiles(part=part, version=version, full=self._coded(part, manifest, codec), codec=codec)  # type: ignore[arg-type]
-        deltas = []
-        for older in range(version, max(0, version - self._kept(part)), -1):
-            if (delta := self.manifest(part, older)["delta"]) is None:
-                break
-            deltas.append(Delta(version=older, blob=_ref(delta)))
-        return PartFiles(part=part, version=version, full=_ref(manifest["file"]), deltas=deltas[::-1])
-
-    def _coded(self, part: str, manifest: dict[str, Any], codec: str) -> BlobRef:
-        """A version encoded for whoever only reads it, made once and found again by a fact."""
-        fact = f"coded {part} {manifest['version']} {codec}"
-        known = self.store.fact(fact)
-        if known is None:
-            blob = aggregate.encoded_part(self.store.blobs, self.layout, part, manifest, codec)  # type: ignore[arg-type]
-            known = self.store.fact_once(fact, json.dumps(vars(blob)))
-        return _ref(json.loads(known))
 
     def give_back(self, who: Session, key: str, why: str) -> Answer:
         answer = self.record(lambda now: GiveBack(now, who.worker, who.process, key, why))
@@ -795,7 +603,7 @@ class Coordinator:
         self.log(f"worker {worker}: refused: {reason}")
         try:
             with self.store.transaction() as tx:
-                tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=_one_line(reason))
+                tx.put(store.notes, at=self.now(), kind="refusal", worker=worker, block=block, text=one_line(reason))
         except OSError as error:
             self.pause("journal", str(error))
 
@@ -820,10 +628,7 @@ class Coordinator:
                 made += self._carry_out(decision)
             if not due or self._again:
                 break
-        if self.clock() - self._swept_at > SWEEP_S:
-            self._sweep_uploads()
-        if self.clock() - self._versions_swept_at > SWEEP_VERSIONS_S:
-            self._sweep_versions()
+        self._sweep_if_due()
         return made
 
     def _look_for_room(self) -> None:
@@ -940,116 +745,6 @@ class Coordinator:
         norms = json.loads(row["metrics"])["norms"]
         return aggregate.Arrived(row["key"], blocks[0], blocks[-1] + 1, source, row["sha256"], norms)
 
-    def _digest(self, source: BlobSource) -> str:
-        """sha256 of what can be read of it."""
-        digest = hashlib.sha256()
-        try:
-            for name, size in source.parts:
-                for chunk in self.store.blobs.chunks(name, 0, size):
-                    digest.update(chunk)
-        except FileNotFoundError:
-            return ""
-        return digest.hexdigest()
-
-    # --- Damage ---
-
-    def _require_sound(self, manifest: Mapping[str, Any]) -> None:
-        """Nothing is built upon a damaged version. Raises OSError naming the file."""
-        for kind in ("file", "residual", "momentum"):
-            blob = manifest[kind]
-            if blob and self.store.blobs.digest(blob["name"], blob["size"]) != blob["sha256"]:
-                raise OSError(self._damage(blob["name"]))
-
-    def _damage(self, name: str) -> str:
-        digest = _digest_in(name)
-        where = self.store.blobs.path(name) or name
-        return f"{where} is damaged: put back a file whose sha256 begins with {digest} (the run's checkpoints hold the newest versions)"
-
-    def damage_of(self, name: str) -> str:
-        """Why a blob cannot be served: its bytes are not those of its name. Looked at again only where its file has changed; empty if all is well.
-
-        Raises FileNotFoundError where it has been dropped meanwhile, which is no damage.
-        """
-        path = self.store.blobs.path(name)
-        seen = (path.stat().st_size, path.stat().st_mtime_ns) if path else self.store.blobs.size(name)
-        if self._sound.get(name) == seen:
-            return ""
-        if not self.store.blobs.digest(name, self.store.blobs.size(name) or 0).startswith(_digest_in(name)):
-            if self.store.blobs.size(name) is None:
-                raise FileNotFoundError(name)
-            self.pause(f"file {name}", problem := self._damage(name))
-            return problem
-        if len(self._sound) > 10_000:
-            self._sound.clear()
-        self._sound[name] = seen
-        self.resume(f"file {name}")
-        return ""
-
-    # --- Old files ---
-
-    def _drop_old(self, manifests: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Files of versions that nobody needs any more, and of updates that are counted in all their blocks."""
-        gone: list[str] = []
-        if not self.config.limits.keep_updates:
-            pending = {update.key for block in self.machine.state.blocks for update in block.pending}
-            gone += [name for key, row in rows.items() if key not in pending for name, _ in json.loads(row["parts"])]
-        for manifest in manifests:
-            gone += self._files_before(manifest["part"], manifest["version"] - self._kept(manifest["part"]))
-        try:
-            self.store.blobs.delete(gone)
-        except OSError as error:
-            self.log(f"old files could not be removed: {error}")
-
-    def _kept(self, part: str) -> int:
-        """Versions of a part that stay in the store: the interface moves with each block's close."""
-        return self.config.limits.keep_versions * (self.layout.blocks if part == INTERFACE else 1)
-
-    def _files_before(self, part: str, oldest: int) -> list[str]:
-        """Files that only versions at or before `oldest` name (manifests stay)."""
-        if oldest < 0:
-            return []
-        kept = {name for version in range(oldest + 1, oldest + self._kept(part) + 1) for name in _files(self.manifest(part, version))}
-        names = set(_files(self.manifest(part, oldest)))
-        for codec in ("bf16", "int8"):
-            if known := self.store.fact(f"coded {part} {oldest} {codec}"):
-                names.add(json.loads(known)["name"])
-        return sorted(names - kept)
-
-    def _sweep_files(self) -> None:
-        """Files that a crash left: scratch, and parts of uploads that nobody will finish."""
-        self.store.blobs.delete(self.store.blobs.names("scratch/"))
-        self._sweep_uploads()
-
-    def _sweep_uploads(self) -> None:
-        """Parts of uploads that nobody will finish."""
-        self._swept_at = self.clock()
-        if self.config.limits.keep_updates:
-            return
-        blobs = self.store.blobs
-        there = blobs.names("updates/")
-        with self._lock, self.store.transaction() as tx:
-            self._catch_up(tx)
-            state = self.machine.state
-            needed = {update.key for block in state.blocks for update in block.pending}
-            needed |= {key for key, assignment in state.assignments.items() if assignment.answer is None}
-        blobs.delete(name for name in there if name.split("/")[1] not in needed)
-
-    def _sweep_versions(self) -> None:
-        """Files of closes that were lost to another coordinator, or cut short before they looked after their own."""
-        self._versions_swept_at = self.clock()
-        there = set(self.store.blobs.names("versions/"))
-        with self.store.transaction() as tx:
-            newest = tx.rows(sa.select(store.versions.c.part, sa.func.max(store.versions.c.version).label("version")).group_by(store.versions.c.part))
-        for row in newest:
-            part, keep = row["part"], self.config.limits.keep_versions * (self.layout.blocks if row["part"] == INTERFACE else 1)
-            for version in range(max(0, row["version"] - keep), row["version"] + 1):
-                there.difference_update(_files(self.manifest(part, version)))
-                for codec in ("bf16", "int8"):
-                    if known := self.store.fact(f"coded {part} {version} {codec}"):
-                        there.discard(json.loads(known)["name"])
-        self.store.blobs.delete(there & self._orphans)
-        self._orphans = there - self._orphans
-
     # --- Changes from outside ---
 
     def change_rules(self, rules: Rules) -> None:
@@ -1073,12 +768,6 @@ class Coordinator:
 
     # --- Figures ---
 
-    @contextmanager
-    def reading(self) -> Iterator[State]:
-        """The state, with no event in between."""
-        with self._lock:
-            yield self.machine.state
-
     @property
     def finished(self) -> bool:
         """Whether every block has taken all its steps."""
@@ -1088,32 +777,6 @@ class Coordinator:
         # Updates whose samples fill no whole number of steps take more steps than they count tokens.
         return at_rest and (all(block.tokens >= target for block in state.blocks) or self.machine.finished)
 
-    def curves(self) -> dict[str, list[tuple[int, int, float | None, float | None]]]:
-        """Of each block: (version, tokens, CE, participation) of every version; only what is new since the last look is read."""
-        new = sa.select(store.versions.c.seq, store.versions.c.manifest).where(store.versions.c.part != INTERFACE, store.versions.c.version > 0)
-        with self._curves_lock:
-            with self.store.transaction() as tx:
-                rows = tx.rows(new.where(store.versions.c.seq > self._curves_seq).order_by(store.versions.c.seq))
-            for row in rows:
-                told = json.loads(row["manifest"])
-                point = told["version"], told["tokens"], told.get("ce"), told.get("participation")
-                self._curves.setdefault(told["part"], []).append(point)
-                self._curves_seq = row["seq"]
-            return {part: list(points) for part, points in self._curves.items()}
-
-    def logged(self) -> list[tuple[float, str]]:
-        return list(self._log)
-
-    def counted_bytes(self) -> list[Mapping[str, Any]]:
-        """The ledger: rows of worker, part, kind, direction, bytes."""
-        with self._lock, self.store.transaction() as tx:
-            self._flush_bytes(tx)
-            return tx.rows(sa.select(store.ledger))
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
-
 
 def _commit_reply(answer: Answer) -> CommitReply:
     return CommitReply(kind=answer.kind, reason=answer.reason, key=answer.key, ages=list(answer.ages))
@@ -1121,18 +784,3 @@ def _commit_reply(answer: Answer) -> CommitReply:
 
 def _part_name(key: str, sha256: str, index: int) -> str:
     return f"updates/{key}/{sha256}/{index:06d}"
-
-
-def _digest_in(name: str) -> str:
-    """The digits of its content's sha256 that a blob's name ends in."""
-    return name.rpartition("/")[2].partition(".")[0].rpartition("-")[2]
-
-
-def _ref(blob: Mapping[str, Any]) -> BlobRef:
-    return BlobRef(name=blob["name"], size=blob["size"], sha256=blob["sha256"])
-
-
-def _files(manifest: Mapping[str, Any]) -> Iterator[str]:
-    for kind in ("file", "delta", "residual", "momentum"):
-        if manifest[kind]:
-            yield manifest[kind]["name"]

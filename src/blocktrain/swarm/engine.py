@@ -30,7 +30,7 @@ from blocktrain.config import RunConfig, make_config
 from blocktrain.diffusion.noise import make_partition
 from blocktrain.errors import BlockTrainError, DataError
 from blocktrain.model.transformer import BlockStack
-from blocktrain.serialization import write_bytes
+from blocktrain.serialization import file_sha256, write_bytes
 from blocktrain.streams import FileSource, TensorFile, tensor_stream
 from blocktrain.swarm import crash
 from blocktrain.swarm.aggregate import moved
@@ -135,7 +135,7 @@ class TrainingEngine:
         about = path.stat()
         seen = (path.name, about.st_size, about.st_mtime_ns, about.st_ino)
         if seen not in self._sound:
-            if _sha256(path) != sha256:
+            if file_sha256(path) != sha256:
                 return False
             self._sound.add(seen)
         return True
@@ -166,7 +166,7 @@ class TrainingEngine:
             if current.name.endswith(".made.part"):
                 current.unlink()
             current = made
-        if await asyncio.to_thread(_sha256, current) != part.full.sha256:
+        if await asyncio.to_thread(file_sha256, current) != part.full.sha256:
             self.say(f"{part.part}: the deltas do not lead to version {part.version}, fetching it whole")
             current.unlink()
             return False
@@ -304,7 +304,7 @@ class TrainingEngine:
         path = self.folder / "update.safetensors"
         try:
             note = json.loads((self.folder / "update.json").read_text())
-            if note["work"] != _identity(work) or _sha256(path) != note["sha256"]:
+            if note["work"] != _identity(work) or file_sha256(path) != note["sha256"]:
                 self._forget_residuals()
                 return None
             return Trained(FileSource(path), note["sha256"], int(note["num_samples"]), Metrics(**note["metrics"]))
@@ -356,8 +356,3 @@ def _is_file_of(path: Path, part: str) -> bool:
     """Whether this is a plain version of that part: PART-VERSION-DIGEST.safetensors."""
     rest = path.stem.removeprefix(f"{part}-").split("-")
     return len(rest) == 2 and rest[0].isdigit()
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,6 @@ import sqlalchemy as sa
 from blocktrain.swarm import store
 from blocktrain.swarm.coordinator import Coordinator
 from blocktrain.swarm.protocol import part_of
-from blocktrain.swarm.rounds import figures
 from blocktrain.swarm.state import State, Worker
 
 CURVE_POINTS = 400  # of a block's loss
@@ -22,7 +21,7 @@ def status(coordinator: Coordinator) -> dict[str, Any]:
     """A run as its page shows it. Costs a few queries; call it from a thread."""
     with coordinator.reading() as state:
         now = coordinator.now()
-        shown = coordinator.machine.figures(now) if hasattr(coordinator.machine, "figures") else figures(state, now)
+        shown = coordinator.machine.figures(now)
         state = _copy(state)
     counted = coordinator.counted_bytes()
     bytes_by = _Moved(counted)

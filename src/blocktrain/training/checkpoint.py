@@ -13,7 +13,6 @@ before is used, and said so.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -27,7 +26,7 @@ from blocktrain.config import RunConfig, load_config, make_config
 from blocktrain.diffusion.noise import Partition, make_partition
 from blocktrain.errors import CheckpointError
 from blocktrain.model.transformer import BlockStack
-from blocktrain.serialization import load_tensors, save_tensors, sync_folder, tensor_digest, write_bytes
+from blocktrain.serialization import file_sha256, load_tensors, save_tensors, sync_folder, tensor_digest, write_bytes
 
 KEPT = 2
 
@@ -77,7 +76,7 @@ def save_checkpoint(
         for name in kept:
             assert source is not None, "files can be kept only from a checkpoint"
             shutil.copyfile(source.folder / name, folder / name)
-            if _sha256(folder / name) != source.progress.files[name]:
+            if file_sha256(folder / name) != source.progress.files[name]:
                 raise CheckpointError(f"{source.folder / name}: damaged since it was written, its sha256 is not the one in progress.json")
         for name, tensors in parts.items():
             save_tensors(folder / name, tensors)
@@ -96,7 +95,7 @@ def write_checkpoint(run: Path, progress: Progress, fill: Callable[[Path], None]
             shutil.rmtree(stale, ignore_errors=True)
         scratch.mkdir()
         fill(scratch)
-        files = {path.name: _sha256(path) for path in sorted(scratch.iterdir())}
+        files = {path.name: file_sha256(path) for path in sorted(scratch.iterdir())}
         progress = progress.model_copy(update={"files": files})
         write_bytes(scratch / "progress.json", progress.model_dump_json(indent=1).encode())
         sync_folder(scratch)
@@ -115,11 +114,6 @@ def write_checkpoint(run: Path, progress: Progress, fill: Callable[[Path], None]
 def _names(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ def _verify(checkpoint: Checkpoint, to_train: bool) -> None:
         path = checkpoint.folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
-        if _sha256(path) != digest:
+        if file_sha256(path) != digest:
             raise CheckpointError(f"{path}: damaged, its sha256 is not the one in progress.json")
 
 
