@@ -80,7 +80,9 @@ class Host:
         self._tell = say
         self._log: Any = None
         self._only: Any = None  # the lock by which this is the folder's only coordinator
-        self._exported, self._evaluated_at, self._evaluation_s = -1, 0.0, 0.0
+        self._exported, self._evaluated = -1, 0  # steps of the newest checkpoint, and of the one that was scored last
+        self._evaluated_at, self._evaluation_s = 0.0, 0.0
+        self._finished_at: float | None = None
         self._evaluation: subprocess.Popen[str] | None = None
         self._stopping = threading.Event()
         self._code = 0
@@ -265,15 +267,12 @@ class Host:
                 self._read_evaluation()
             return
         rested = time.monotonic() - self._evaluated_at >= self._evaluation_s / EVALUATION_SHARE
-        if not self.evaluate or self._exported <= 0 or self._exported == self._evaluated_steps() or not (rested or self.coordinator.finished):
+        if not self.evaluate or self._exported <= 0 or self._exported == self._evaluated or not (rested or self.coordinator.finished):
             return
-        self._evaluating, self._evaluated_at = self._exported, time.monotonic()
+        self._evaluated, self._evaluated_at = self._exported, time.monotonic()
         command = [sys.executable, "-m", "blocktrain", "evaluate", str(self.run), "--json"]
         nice = {"preexec_fn": lambda: os.nice(10)} if os.name != "nt" else {}
         self._evaluation = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, **nice)  # type: ignore[call-overload]
-
-    def _evaluated_steps(self) -> int:
-        return getattr(self, "_evaluating", 0)
 
     def _read_evaluation(self) -> None:
         process, self._evaluation = self._evaluation, None
@@ -292,7 +291,8 @@ class Host:
 
     def _everybody_knows(self) -> bool:
         """Whether no live worker is left that has not heard of the end; one that waits asks again within a quarter of the heartbeat limit."""
-        self._finished_at = getattr(self, "_finished_at", time.monotonic())
+        if self._finished_at is None:
+            self._finished_at = time.monotonic()
         with self.coordinator.reading():
             live = self.coordinator.machine.figures(self.coordinator.now()).live
         return not live or time.monotonic() - self._finished_at >= self.config.round.heartbeat_limit_s + LINGER_S
@@ -301,7 +301,7 @@ class Host:
         if self.coordinator.finished:
             if self._exported < self._steps_done():  # the disk refuses: the run has not ended before its result is there
                 return
-            evaluated = not self.evaluate or (self._evaluation is None and self._evaluated_steps() == self._exported)
+            evaluated = not self.evaluate or (self._evaluation is None and self._evaluated == self._exported)
             if not self.stay and evaluated and self._everybody_knows():
                 self._stop(server, 0)
         elif self.alone_min is not None:

@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from blocktrain.errors import BlockTrainError, DivergedError
 from blocktrain.streams import Source
@@ -123,7 +123,6 @@ class Worker:
     _upload_s: float | None = None
     _heartbeat_s: float = 5.0
     _limit_s: float = 30.0  # of silence, after which a worker counts as gone
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def stop(self) -> None:
         """Hand in what there is after the step in progress, then leave; a coordinator that is away is not waited for any more."""
