@@ -81,7 +81,8 @@ def train(
 
     Ends with sample text and the five numbers. Ctrl-C writes a checkpoint; the same command goes on from it.
     """
-    if (run / "swarm").is_dir():
+    swarm = (run / "swarm").is_dir()  # its blocks are its coordinator's; the reference may be trained here
+    if swarm and not reference:
         raise ConfigError(f"{run}: is trained by many workers; go on with `blocktrain coordinator {run}`, or use a new run folder")
     settings = run_settings(run, preset, config, data, set_)
     from blocktrain.report.memory import require_memory
@@ -89,7 +90,7 @@ def train(
 
     for note in without_effect(settings):
         say(f"note: {note}")
-    jobs = [("blocks", run, settings)] + ([("reference", run / "reference", reference_config(settings))] if reference else [])
+    jobs = ([] if swarm else [("blocks", run, settings)]) + ([("reference", run / "reference", reference_config(settings))] if reference else [])
     for _, _, its in jobs:
         require_memory(its)
     corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)

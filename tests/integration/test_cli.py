@@ -171,3 +171,16 @@ def test_help_answers_without_loading_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--preset" in done.stdout
+
+
+def test_of_a_swarms_run_only_the_reference_is_trained_here(run: Path, capsys: pytest.CaptureFixture[str]):
+    """Its blocks belong to its coordinator, and the gap needs the reference all the same."""
+    (run / "swarm").mkdir()
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    code, _, said = call(capsys, "train", str(run))
+    assert code == 2
+    assert "is trained by many workers" in said
+    code, figures, _ = call(capsys, "train", str(run), "--reference", "--json")
+    assert code == 0
+    assert json.loads(figures)["gap"] is not None
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before

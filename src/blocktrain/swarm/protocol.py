@@ -214,7 +214,7 @@ def parse_join_line(text: str) -> JoinLine:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"join line: {error}; {example}") from None
-    for there, what in ((parts.scheme in ("http", "https"), "scheme"), (host, "host"), (port, "port"), (parts.username, "token")):
+    for there, what in ((parts.scheme in ("http", "https"), "http:// before it"), (host, "host"), (port, "port"), (parts.username, "token")):
         if not there:
             raise ConfigError(f"join line: has no {what}; {example}")
     names = parts.path.strip("/").split("/")
