@@ -114,8 +114,13 @@ class Step:
     before: Manifest
     contributions: Sequence[Contribution]
     rule: OuterRule
-    fresh: int
+    ages: Mapping[str, int]  # of the round's updates by key: versions behind
     down_codec: Codec
+
+    @property
+    def fresh(self) -> int:
+        """Updates from the version itself that are in the mean; those left out as damaged or beyond reason are not."""
+        return sum(self.ages[c.key] == 0 for c in self.contributions)
 
     def base(self) -> TensorFile:
         return _open(self.blobs, self.before["file"], self.part)

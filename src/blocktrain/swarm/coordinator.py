@@ -704,8 +704,8 @@ class Coordinator(Versions):
             self._require_sound(before)
             norms = NormRule(outer.norm_limit, outer.norm_beyond)
             found = aggregate.contributions(part, decision.block, self.layout, shares, arrived, norms)
-            blobs, fresh = self.store.blobs, decision.fresh
-            return aggregate.next_version(aggregate.Step(blobs, self.layout, part, decision.block, before, found, rule, fresh, outer.down_codec))
+            blobs, ages = self.store.blobs, {share.key: share.age for share in decision.shares}
+            return aggregate.next_version(aggregate.Step(blobs, self.layout, part, decision.block, before, found, rule, ages, outer.down_codec))
 
         moved = step(part, self.manifest(part, decision.version), OuterRule(outer.optimizer, outer.lr, outer.momentum))
         manifests = [moved | self._story(decision, rows) | {"damaged": sorted(damaged)}]

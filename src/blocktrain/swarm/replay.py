@@ -194,11 +194,12 @@ def _next(
         raise CheckpointError("no manifest tells of which updates it was made")
     part, outer = manifest["part"], config.outer
     heard = [share for share in story["shares"] if share["key"] not in story["damaged"]]
+    ages = {share["key"]: share["age"] for share in story["shares"]}
     shares = [Share(share["key"], share["worker"], share["age"], share["weight"]) for share in heard]
     arrived = {share["key"]: _arrived(kept, books, share, config) for share in heard}
     rule = OuterRule() if part == INTERFACE else OuterRule(outer.optimizer, outer.lr, outer.momentum)
     found = aggregate.contributions(part, story["block"], layout, shares, arrived, NormRule(outer.norm_limit, outer.norm_beyond))
-    return aggregate.next_version(aggregate.Step(made, layout, part, story["block"], before, found, rule, story["fresh"], outer.down_codec))
+    return aggregate.next_version(aggregate.Step(made, layout, part, story["block"], before, found, rule, ages, outer.down_codec))
 
 
 def _arrived(kept: Blobs, books: Books, share: Mapping[str, Any], config: RunConfig) -> Arrived:
