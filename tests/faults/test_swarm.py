@@ -168,7 +168,8 @@ def test_a_full_disk_of_the_coordinator_pauses_the_run(point: str, swarm_text: P
         worker = swarm.worker()
         swarm.until(lambda: "paused: " in coordinator.output, "the run is paused")
         time.sleep(3)
-        assert coordinator.poll() is None and worker.poll() is None
+        assert coordinator.poll() is None
+        assert worker.poll() is None or (point == "export" and worker.poll() == 0), "the last export may come after the worker's end"
         assert coordinator.output.count("paused: ") <= 6, "said once for each thing that cannot be written"
         (small / "ballast").unlink()
         swarm.finish(coordinator, worker)
@@ -206,7 +207,7 @@ def test_a_wrong_clock_changes_nothing(who: str, seconds: int, swarm: Swarm, unt
 
 def test_the_coordinator_is_killed_five_times_under_four_workers(swarm_text: Path, tmp_path: Path):
     chance = random.Random(5)
-    with Swarm(tmp_path, swarm_text, (*TOGETHER, "train.steps=60")) as swarm:
+    with Swarm(tmp_path, swarm_text, (*TOGETHER, "train.steps=400")) as swarm:  # more than a fast machine does between five kills
         coordinator = swarm.coordinator()
         workers = [swarm.worker(f"w{i}") for i in range(4)]
         for _ in range(5):

@@ -95,6 +95,26 @@ def test_each_request_may_go_to_another_coordinator(pair: tuple[Coordinator, Coo
     assert one.machine.state.blocks[work.first].version == 1
 
 
+def test_two_requests_at_once_of_a_session_not_heard_of_yet_look_it_up_once_each(
+    pair: tuple[Coordinator, Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    one, two = pair
+    worker, together, real = Client("a", one), threading.Barrier(2, timeout=30), two.store.transaction
+
+    def transaction() -> Any:
+        together.wait()
+        return real()
+
+    monkeypatch.setattr(two.store, "transaction", transaction)
+    threads = [threading.Thread(target=worker.session, args=(two,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert two.knows(worker.secret), "or each later request would count as a stranger's"
+    assert worker.session(two).worker.startswith("a-")
+
+
 def test_both_close_the_same_round_at_once_and_one_wins(pair: tuple[Coordinator, Coordinator]):
     one, two = pair
     workers = [Client(name, pair[i % 2]) for i, name in enumerate("abcd")]

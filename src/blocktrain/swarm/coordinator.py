@@ -306,9 +306,9 @@ class Coordinator(Versions):
                 rows = tx.rows(sa.select(store.sessions).where(store.sessions.c.hash == digest))
             if not rows:
                 raise Refused(Answer("revoked", "session: unknown, or another process of this worker has joined since"))
-            found = self._sessions[digest] = Session(rows[0]["worker"], rows[0]["process"])
-            self._sessions.pop(self._secrets.get(found.worker, ""), None)
-            self._secrets[found.worker] = digest
+            found = Session(rows[0]["worker"], rows[0]["process"])
+            self._sessions.pop(self._secrets.get(found.worker, ""), None)  # it may be this one: two requests may come at once
+            self._sessions[digest], self._secrets[found.worker] = found, digest
         self._require_right(found.worker)
         return found
 
