@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from blocktrain import __version__, cli_swarm
+from blocktrain import __version__, cli_serving, cli_swarm
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
 from blocktrain.cli_evaluation import show_evaluation
 from blocktrain.config import (
@@ -37,7 +37,7 @@ from blocktrain.errors import BlockTrainError, ConfigError
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
 app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
-for command in (cli_swarm.coordinator, cli_swarm.worker, cli_swarm.token, cli_swarm.doctor, cli_swarm.simulate):
+for command in (cli_serving.generate, cli_swarm.coordinator, cli_swarm.worker, cli_swarm.token, cli_swarm.doctor, cli_swarm.simulate):
     app.command(command)
 
 
@@ -132,38 +132,6 @@ def evaluate(
 
 
 @app.command
-def generate(
-    run: Run,
-    /,
-    *,
-    prompt: Annotated[str, Parameter(help="Text to go on from.")],
-    mode: Annotated[Literal["exact"], Parameter(help="exact: byte by byte from the last block's distribution.")] = "exact",
-    max_bytes: Annotated[int, Parameter(help="Bytes to generate.")] = 200,
-    temperature: Annotated[float, Parameter(help="0 takes the most likely byte.")] = 0.8,
-    top_p: Annotated[float, Parameter(help="Sample from the smallest set of bytes with this probability.")] = 1.0,
-    seed: Annotated[int, Parameter(help="Same seed, same text.")] = 0,
-    json_: Json = False,
-) -> int:
-    """Text from a trained run; always valid UTF-8. The prompt is not repeated."""
-    from blocktrain.training.checkpoint import load_run
-    from blocktrain.training.generate import check_sampling, generate_ids, to_text
-
-    check_sampling(temperature, top_p, max_bytes)
-    existing_run(run)
-    loaded = load_run(run, say)
-    ids: list[int] = []
-    pieces = to_text(_collect(generate_ids(loaded, os.fsencode(prompt), max_bytes, temperature, top_p, seed), ids))
-    if json_:
-        text = "".join(pieces)
-        print(json.dumps({"text": text, "bytes": len(ids), "mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p}))
-        return 0
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return 0
-
-
-@app.command
 def memory(
     run: Annotated[Path | None, Parameter(help="Run folder whose run.toml gives the shape.")] = None,
     /,
@@ -247,12 +215,6 @@ def bench(
     return 0 if all(goal["met"] for goal in result["goals"]) else 1
 
 
-def _collect(ids: Iterator[int], into: list[int]) -> Iterator[int]:
-    for one in ids:
-        into.append(one)
-        yield one
-
-
 def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str, stopped: list[int]) -> bool:
     """Train one run folder with progress; False if it was stopped."""
     from blocktrain.training.run import TrainingRun
@@ -324,9 +286,8 @@ class _Progress:
 
 def _show_sample(run: Path, corpus: Any) -> None:
     from blocktrain.training.checkpoint import load_run
-    from blocktrain.training.generate import generate_ids, to_text
 
     prompt = bytes(corpus.heldout[:64])
-    text = "".join(to_text(generate_ids(load_run(run, say), prompt, 200, 0.8, 1.0, 0)))
+    text = cli_serving.sample(load_run(run, say), prompt, 200)
     print("\nsample, prompt from the held-out text:\n" + prompt.decode("utf-8", "replace"))
     print("\nsample, 200 bytes generated after it:\n" + text)

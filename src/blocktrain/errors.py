@@ -5,6 +5,7 @@ BlockTrainError                 a person or a machine outside did something that
 ├── DataError                   a corpus that is missing, empty, too short, unreadable or changed
 ├── CheckpointError             a run folder or checkpoint that is missing, damaged or of another shape
 ├── ProtocolError               bytes or fields from another machine that are not what the protocol says
+├── ServingError                the blocks cannot give an answer now: a stage is gone, full, or does not hold what is needed
 ├── DivergedError               the loss or a gradient is not finite any more
 └── MemoryLimitError            what was asked for does not fit, with the need and the have
 
@@ -35,6 +36,12 @@ class CheckpointError(BlockTrainError):
 
 class ProtocolError(BlockTrainError):
     """What came over a wire is refused; the message names the field or tensor."""
+
+
+class ServingError(BlockTrainError):
+    """The chain of blocks cannot answer; the message names the stage or block."""
+
+    exit_code = 1
 
 
 class DivergedError(BlockTrainError):

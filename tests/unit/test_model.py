@@ -1,4 +1,4 @@
-"""Layers and stack: identity at the start, the cache agrees with the whole pass, weights depend on (seed, block) alone."""
+"""Layers and stack: identity at the start, what is remembered agrees with the whole pass, weights depend on (seed, block) alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from blocktrain.config import ModelConfig
 from blocktrain.model.layers import rotary_table, rotate
+from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
 
 SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8)
@@ -30,24 +31,22 @@ def test_a_fresh_block_is_the_identity():
 
 @pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
 @pytest.mark.parametrize("chunks", [[16], [1] * 16, [5, 1, 10]])
-def test_cached_steps_equal_the_whole_pass(mlp: str, chunks: list[int]):
-    stack = scrambled(mlp, private=1)
-    block, caches = stack.block(0), stack.caches()[0]
-    x, noise = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2)), torch.randn(2, 1, 8)
+def test_remembered_steps_equal_the_whole_pass(mlp: str, chunks: list[int]):
+    block = scrambled(mlp, private=1).block(0)
+    memory = BlockMemory(block.config, 1)
+    x, noise = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(2)), torch.randn(1, 1, 8)
+    states, features, position = [], [], 0
+    for part in x.split(chunks, dim=1):
+        count = part.size(1)
+        rows = torch.cat((part, torch.zeros(1, TILE - count, 32)), dim=1)
+        tile = BlockTile([Segment(memory, position, 0, count)], x.device)
+        state = block(rows, noise, tile)
+        states.append(state[:, :count])
+        features.append(block.features(state, noise, tile)[:, :count])
+        position += count
     whole = block(x, noise)
-    pieces = [block(part, noise, caches) for part in x.split(chunks, dim=1)]
-    assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-5)
-    features = torch.cat([block.features(part, noise, caches) for part in whole.split(chunks, dim=1)], dim=1)
-    assert torch.allclose(features, block.features(whole, noise), atol=1e-5)
-
-
-def test_a_truncated_cache_goes_on_from_there():
-    block, caches = scrambled().block(0), scrambled().caches()[0]
-    x = torch.randn(1, 16, 32)
-    block(x[:, :12], None, caches)
-    caches.truncate(8)
-    assert caches.length == 8
-    assert torch.allclose(block(x[:, 8:], None, caches), block(x, None)[:, 8:], atol=1e-5)
+    assert torch.allclose(torch.cat(states, dim=1), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(features, dim=1), block.features(whole, noise), atol=1e-5)
 
 
 def test_rotary_scores_depend_on_distance_only():

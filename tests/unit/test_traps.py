@@ -87,8 +87,8 @@ class Watched(Composer):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.calls: list[tuple[int, torch.Tensor, composition.BlockOutput]] = []
 
-    def step(self, block, x, upstream, z, caches=None):  # type: ignore[no-untyped-def]
-        output = super().step(block, x, upstream, z, caches)
+    def step(self, block, x, upstream, z, tile=None, read=True):  # type: ignore[no-untyped-def]
+        output = super().step(block, x, upstream, z, tile, read)
         self.calls.append((block, z, output))
         return output
 

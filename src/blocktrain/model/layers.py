@@ -1,4 +1,4 @@
-"""One causal transformer layer, and the cache that lets it go on from where it stopped.
+"""One causal transformer layer.
 
 N batch, T positions, D width, H heads, K = D / H, C noise-level embedding width.
 
@@ -14,32 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
-
-
-class KeyValueCache:
-    """Keys and values of one layer's past positions, (N, H, capacity, K); `length` of them are filled."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (N, H, T, K) keys and values; returns all of them so far, (N, H, length, K)."""
-        n, h, t, width = k.shape
-        assert self.length + t <= self.capacity, "the caller keeps a stream within the cache's capacity"
-        if self._keys is None or self._values is None:
-            self._keys = k.new_empty(n, h, self.capacity, width)
-            self._values = v.new_empty(n, h, self.capacity, width)
-        self._keys[:, :, self.length : self.length + t] = k
-        self._values[:, :, self.length : self.length + t] = v
-        self.length += t
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
-
-    def truncate(self, length: int) -> None:
-        """Forget every position from `length` on."""
-        self.length = min(self.length, length)
+from blocktrain.model.memory import LayerTile
 
 
 def rotary_table(positions: int, width: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -70,17 +45,11 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, tile: LayerTile | None = None) -> Tensor:
         n, t, d = x.shape
         q, k, v = (layer(x).view(n, t, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))  # (N, H, T, K)
         q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
-        if cache is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            past = cache.length
-            k, v = cache.append(k, v)
-            visible = torch.ones(t, past + t, dtype=torch.bool, device=x.device).tril(past)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if tile is None else tile.attend(q, k, v)
         return self.out(y.transpose(1, 2).reshape(n, t, d))
 
 
@@ -115,9 +84,9 @@ class TransformerLayer(nn.Module):
             else:
                 nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
 
-    def forward(self, x: Tensor, noise: Tensor | None, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, noise: Tensor | None, cos: Tensor, sin: Tensor, tile: LayerTile | None = None) -> Tensor:
         """x (N, T, D), noise (N, 1 or T, C) or None where no noise level takes part -> (N, T, D)."""
         modulation = self.modulation.bias if noise is None else self.modulation(noise)
         scale_a, shift_a, scale_f, shift_f = modulation.chunk(4, dim=-1)
-        x = x + self.attention(rms_norm(x) * (1 + scale_a) + shift_a, cos, sin, cache)
+        x = x + self.attention(rms_norm(x) * (1 + scale_a) + shift_a, cos, sin, tile)
         return x + self.feed_forward(rms_norm(x) * (1 + scale_f) + shift_f)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.layers import KeyValueCache, TransformerLayer, rms_norm, rotary_table
+from blocktrain.model.layers import TransformerLayer, rms_norm, rotary_table
+from blocktrain.model.memory import BlockMemory, BlockTile, LayerTile
 from blocktrain.seeding import fold
 
 VOCABULARY = 256  # bytes
@@ -80,41 +81,27 @@ class DenoisingBlock(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, state: Tensor, noise: Tensor | None, caches: BlockCache | None = None) -> Tensor:
-        """state (N, T, D) in, state (N, T, D) out: what the next block is handed."""
-        return self._run(self.layers, state, noise, caches and caches.layers)
+    def forward(self, state: Tensor, noise: Tensor | None, tile: BlockTile | None = None) -> Tensor:
+        """state (N, T, D) in, state (N, T, D) out: what the next block is handed. With a tile, (1, TILE, D) rows of texts that are remembered."""
+        return self._run(self.layers, state, noise, tile, tile and tile.layers)
 
-    def features(self, state: Tensor, noise: Tensor | None, caches: BlockCache | None = None) -> Tensor:
+    def features(self, state: Tensor, noise: Tensor | None, tile: BlockTile | None = None) -> Tensor:
         """What the head reads: the block's own state through its private layers, normalised. (N, T, D) -> (N, T, D)."""
-        return rms_norm(self._run(self.private, state, noise, caches and caches.private)) * self.out_gain
+        return rms_norm(self._run(self.private, state, noise, tile, tile and tile.private)) * self.out_gain
 
-    def _run(self, layers: Iterable[nn.Module], x: Tensor, noise: Tensor | None, caches: Sequence[KeyValueCache] | None) -> Tensor:
+    def _run(
+        self, layers: Iterable[nn.Module], x: Tensor, noise: Tensor | None, tile: BlockTile | None, attention: Sequence[LayerTile] | None
+    ) -> Tensor:
+        places = slice(x.size(1)) if tile is None else tile.positions
+        cos, sin = self.cos[places], self.sin[places]
         for i, layer in enumerate(layers):
-            cache = caches[i] if caches else None
-            past = cache.length if cache else 0
-            x = layer(x, noise, self.cos[past : past + x.size(1)], self.sin[past : past + x.size(1)], cache)
+            x = layer(x, noise, cos, sin, attention[i] if attention else None)
         return x
 
     def matrices(self) -> list[nn.Parameter]:
         """The hidden matrices, which Muon trains; everything else is AdamW's."""
         layers = (*self.layers, *self.private)
         return [p for layer in layers for name, p in layer.named_parameters() if name.startswith(("attention.", "feed_forward."))]
-
-
-class BlockCache:
-    """The key-value caches of one block for one stream."""
-
-    def __init__(self, block: DenoisingBlock) -> None:
-        self.layers = [KeyValueCache(block.config.positions) for _ in block.layers]
-        self.private = [KeyValueCache(block.config.positions) for _ in block.private]
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-    def truncate(self, length: int) -> None:
-        for cache in (*self.layers, *self.private):
-            cache.truncate(length)
 
 
 class BlockStack(nn.Module):
@@ -145,9 +132,9 @@ class BlockStack(nn.Module):
         """Indices of the blocks that are here, rising."""
         return sorted(int(name) for name in self.blocks)
 
-    def caches(self) -> dict[int, BlockCache]:
-        """Empty caches for one stream through every block held here."""
-        return {b: BlockCache(self.block(b)) for b in self.held}
+    def memory(self, index: int) -> BlockMemory:
+        """An empty memory of one text for a block."""
+        return BlockMemory(self.config, len(self.block(index).private))
 
 
 def layer_flops(config: ModelConfig) -> int:

@@ -20,7 +20,8 @@ from blocktrain.config import RunConfig
 from blocktrain.diffusion.edm import c_in, c_noise, c_out, c_skip
 from blocktrain.diffusion.noise import Partition
 from blocktrain.diffusion.sampling import euler_sweep, evidence, expected_embedding
-from blocktrain.model.transformer import BlockCache, BlockStack
+from blocktrain.model.memory import BlockTile
+from blocktrain.model.transformer import BlockStack
 from blocktrain.seeding import generator
 
 
@@ -29,7 +30,7 @@ class BlockOutput:
     """What a block says at one noise level."""
 
     state: Tensor  # (N, T, D), handed to the next block
-    logits: Tensor  # (N, T, V) float32, posterior given context and z
+    logits: Tensor | None  # (N, T, V) float32, posterior given context and z; None where they were not asked for
     denoised: Tensor | None  # (N, T, E) float32, the estimate of the target embedding; None where no z takes part
 
 
@@ -45,15 +46,15 @@ def span_state(
     state: Tensor,
     z: Tensor | None,
     sigma: Tensor | None,
-    caches: BlockCache | None = None,
+    tile: BlockTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run one block's layers: state (N, T, D), z (N, T, E) at sigma (N,) -> the state it hands on, and its noise-level embedding (N, 1, C)."""
     if z is None or sigma is None:
-        return stack.block(block)(state, None, caches), None
+        return stack.block(block)(state, None, tile), None
     column = sigma.view(-1, 1, 1)
     noise = stack.interface.noise(c_noise(sigma))[:, None, :]
     state = state + stack.interface.enter(c_in(column, config.noise.sigma_data) * z)
-    return stack.block(block)(state, noise, caches), noise
+    return stack.block(block)(state, noise, tile), noise
 
 
 def read_out(
@@ -64,10 +65,10 @@ def read_out(
     noise: Tensor | None,
     z: Tensor | None,
     sigma: Tensor | None,
-    caches: BlockCache | None = None,
+    tile: BlockTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Logits (N, T, V) and, for embedding_mse, the denoised embedding (N, T, E) of a block whose state is known."""
-    features = stack.block(block).features(state, noise, caches)
+    features = stack.block(block).features(state, noise, tile)
     if config.objective.loss == "cross_entropy":
         return stack.interface.head(features).float(), None
     assert z is not None and sigma is not None, "embedding_mse is refused without the noisy target"
@@ -105,35 +106,40 @@ class Composer:
         rows = [torch.randn(n, e, generator=generator(seed, "start", draw, position + i)) for i in range(t)]
         return torch.stack(rows, dim=1).to(device) * self.partition.boundaries[first]
 
-    def step(self, block: int, x: Tensor, upstream: Tensor | None, z: Tensor | None, caches: BlockCache | None = None) -> BlockOutput:
-        """One block at its upper boundary of sigma: x (N, T), upstream (N, T, D) or None, z (N, T, E) or None."""
+    def step(self, block: int, x: Tensor, upstream: Tensor | None, z: Tensor | None, tile: BlockTile | None = None, read: bool = True) -> BlockOutput:
+        """One block at its upper boundary of sigma: x (N, T), upstream (N, T, D) or None, z (N, T, E) or None.
+
+        Without `read` there are no logits, unless the next noise level needs them.
+        """
         sigma = None if z is None else torch.full((x.size(0),), self.partition.boundaries[block], device=x.device)
-        state, noise = span_state(self.stack, self.config, block, enter(self.stack, x, upstream), z, sigma, caches)
-        logits, denoised = read_out(self.stack, self.config, block, state, noise, z, sigma, caches)
+        state, noise = span_state(self.stack, self.config, block, enter(self.stack, x, upstream), z, sigma, tile)
+        if z is None and not read:
+            return BlockOutput(state, None, None)
+        logits, denoised = read_out(self.stack, self.config, block, state, noise, z, sigma, tile)
         if z is not None and denoised is None:
             denoised = expected_embedding(logits, self.stack.interface.target_embeddings())
         return BlockOutput(state, logits, denoised)
 
-    def sweep(self, x: Tensor, z: Tensor | None, caches: dict[int, BlockCache] | None = None, only: int | None = None) -> Iterator[Tensor]:
+    def sweep(self, x: Tensor, z: Tensor | None, only: int | None = None) -> Iterator[Tensor]:
         """Yield the scored logits (N, T, V) after every block, highest sigma first. `only` runs that block alone, from its own start."""
         blocks = list(range(self.config.model.blocks)) if only is None else [only]
         state: Tensor | None = None
 
         def run(block: int, z: Tensor | None) -> BlockOutput:
             nonlocal state
-            output = self.step(block, x, state if self.config.objective.input == "upstream" else None, z, caches[block] if caches else None)
+            output = self.step(block, x, state if self.config.objective.input == "upstream" else None, z)
             state = output.state
             return output
 
         if z is None:
             for block in blocks:
-                yield run(block, None).logits
+                yield self.scored(block, run(block, None), None)
             return
 
         def denoise(i: int, z: Tensor, _: float) -> Tensor:
             nonlocal scored
             output = run(blocks[i], z)
-            scored = self._scored(blocks[i], output, z)
+            scored = self.scored(blocks[i], output, z)
             assert output.denoised is not None
             return output.denoised
 
@@ -141,7 +147,9 @@ class Composer:
         for _ in euler_sweep(denoise, z, self.partition.boundaries[blocks[0] : blocks[-1] + 2]):
             yield scored
 
-    def _scored(self, block: int, output: BlockOutput, z: Tensor) -> Tensor:
-        if self.config.objective.readout == "posterior":
+    def scored(self, block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
+        """The logits (N, T, V) that are scored and sampled: the block's own, or without what z says of the target."""
+        assert output.logits is not None
+        if z is None or self.config.objective.readout == "posterior":
             return output.logits
         return output.logits - evidence(z, self.stack.interface.target_embeddings(), self.partition.boundaries[block])

@@ -1,0 +1,1 @@
+"""Serving: blocks on different hosts, composed into text."""

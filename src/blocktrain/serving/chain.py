@@ -1,0 +1,177 @@
+"""The chain of a run's blocks as whoever generates text sees it, wherever the blocks are.
+
+`Chain.open` gives a `Text`; each `Text.step` is one traversal of the blocks. `LocalChain` holds all blocks in this process, `pipeline.RemoteChain`
+has them behind stages. The same steps give the same logits to the bit through either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from blocktrain.config import RunConfig
+from blocktrain.serving.compute import BlockRunner, Job, Result, Settings, TextMemory
+from blocktrain.training.checkpoint import LoadedRun
+
+
+@dataclass
+class Step:
+    """New positions of a text: `keep` … `keep + T` of the window that is remembered, which begins at `offset` of the whole text."""
+
+    keep: int
+    offset: int
+    ids: Sequence[int]  # (T,)
+    want: int = 0  # logits from this new position on
+    enter: int = 0  # first block; those before it were run by the caller
+    state: Tensor | None = None  # (T, D) float32 where enter > 0 and blocks are chained
+    z: Tensor | None = None  # (T, E) float32 where enter > 0 and a noisy target takes part
+
+
+class Text(Protocol):
+    """One text being extended."""
+
+    async def step(self, step: Step) -> Tensor:
+        """One traversal -> logits (T - want, V) float32. Raises ServingError when it cannot be done."""
+        ...
+
+    async def close(self) -> None:
+        """Nothing is remembered of it any more, anywhere. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """What is known of one host of blocks."""
+
+    address: str  # "" is this process
+    node: str  # the stage's own name; one stage known by two addresses is one
+    blocks: tuple[int, int]  # first and one after the last
+    state: Literal["up", "loading", "down", "failed"]
+    reason: str = ""  # why it is not up
+    texts: int = 0  # remembered there at the moment
+
+
+@dataclass(frozen=True)
+class ChainStatus:
+    """Whether the blocks can answer."""
+
+    stages: list[StageStatus]
+    missing: list[int]  # blocks that no stage which is up holds
+    stalled_s: float  # since when the oldest step that is running has been at it; 0 where none runs
+
+
+class Chain(Protocol):
+    """All blocks of a run, in order."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    def status(self) -> ChainStatus: ...
+
+    async def open(self, settings: Settings) -> Text: ...
+
+    async def close(self) -> None: ...
+
+
+class Batcher:
+    """One thread that runs what is waiting, all of it together: jobs that come in while it works are the next batch."""
+
+    def __init__(self, runner: BlockRunner) -> None:
+        self.runner = runner
+        self._waiting: list[tuple[Job, asyncio.Future[Result], asyncio.AbstractEventLoop]] = []
+        self._something = threading.Condition()
+        self._closed = False
+        self.busy_since: float | None = None
+        self._thread = threading.Thread(target=self._work, name="blocks", daemon=True)
+        self._thread.start()
+
+    async def run(self, job: Job) -> Result:
+        """Raises what the runner raises. If the caller is cancelled the job runs all the same, and its result is dropped."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        with self._something:
+            if self._closed:
+                raise RuntimeError("closed")
+            self._waiting.append((job, future, loop))
+            self._something.notify()
+        return await future
+
+    def close(self) -> None:
+        with self._something:
+            self._closed = True
+            self._something.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=30)
+
+    def _work(self) -> None:
+        while True:
+            with self._something:
+                while not self._waiting and not self._closed:
+                    self._something.wait()
+                if self._closed:
+                    batch, self._waiting = self._waiting, []
+                    for _, future, loop in batch:
+                        _deliver(loop, future, RuntimeError("closed"))
+                    return
+                batch, self._waiting = self._waiting, []
+            self.busy_since = time.monotonic()
+            try:
+                results: list[Result | BaseException] = list(self.runner.run([job for job, _, _ in batch]))
+            except BaseException as error:  # it belongs to whoever asked, not to this thread
+                results = [error] * len(batch)
+            self.busy_since = None
+            for (_, future, loop), result in zip(batch, results, strict=True):
+                _deliver(loop, future, result)
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Result], result: Result | BaseException) -> None:
+    def settle() -> None:
+        if future.done():
+            return
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+        loop.call_soon_threadsafe(settle)
+
+
+class LocalChain:
+    """All blocks in this process."""
+
+    def __init__(self, run: LoadedRun) -> None:
+        self.batcher = Batcher(BlockRunner(run))
+        self.config = run.config
+
+    def status(self) -> ChainStatus:
+        since, blocks = self.batcher.busy_since, self.config.model.blocks
+        return ChainStatus([StageStatus("", "local", (0, blocks), "up")], [], 0.0 if since is None else time.monotonic() - since)
+
+    async def open(self, settings: Settings) -> LocalText:
+        return LocalText(self.batcher, settings)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.batcher.close)
+
+
+class LocalText:
+    def __init__(self, batcher: Batcher, settings: Settings) -> None:
+        self.batcher, self.settings = batcher, settings
+        self.memory = TextMemory()
+
+    async def step(self, step: Step) -> Tensor:
+        job = Job(self.memory, self.settings, step.keep, step.offset, step.ids, step.enter, step.state, step.z, step.want)
+        result = await self.batcher.run(job)
+        assert result.logits is not None
+        return result.logits
+
+    async def close(self) -> None:
+        self.memory = TextMemory()
