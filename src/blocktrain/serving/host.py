@@ -28,7 +28,7 @@ from blocktrain.serving.line import Secrets, describe
 from blocktrain.serving.link import Expected, greet
 from blocktrain.serving.server import StageServer
 from blocktrain.serving.stage import Stage
-from blocktrain.training.checkpoint import LoadedRun, block_file, latest_checkpoint, load_run
+from blocktrain.training.checkpoint import LoadedRun, Progress, block_file, latest_checkpoint, load_run
 
 FAILED_S = 2.0  # for which a stage that could not load still says why
 log = logging.getLogger("blocktrain.stage")
@@ -51,7 +51,15 @@ def expected_of(run: Path, warn: Callable[[str], None]) -> Expected:
     checkpoint = latest_checkpoint(run, warn, names=())
     if checkpoint is None:
         return Expected(config, config.digest, {})
-    return Expected(config, checkpoint.progress.config_digest, checkpoint.progress.files)
+    return Expected(config, _settings_digest(checkpoint.progress, config), checkpoint.progress.files)
+
+
+def _settings_digest(progress: Progress, config: RunConfig) -> str:
+    """Of the settings that decide what blocks compute: those of training, and the two that may be read otherwise later."""
+    trained, read = progress.run_config().objective, (config.objective.start, config.objective.readout)
+    if (trained.start, trained.readout) == read:
+        return progress.config_digest
+    return hashlib.sha256(f"{progress.config_digest} {read}".encode()).hexdigest()
 
 
 def shape_of(config: RunConfig) -> Shape:
@@ -103,7 +111,7 @@ async def _load(server: StageServer, options: StageOptions, say: Callable[[str],
             protocol=list(PROTOCOL),
             node=server.node,
             state="up",
-            config_digest=run.progress.config_digest,
+            config_digest=_settings_digest(run.progress, run.config),
             first=options.blocks.start,
             stop=options.blocks.stop,
             digests={name: run.progress.files[name] for name in names},

@@ -8,8 +8,9 @@ was given up too early (the machine was only busy) is given more time from then 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -22,7 +23,10 @@ SERVICE = "blocktrain.Stage"
 PING_S = 0.4
 SILENCE_S = 1.2  # without an answer: the other side, or the way to it, is gone
 MAX_SILENCE_S = 10.0
+REGRET_S = 5.0  # within which a line that answers was given up too early
+FORGET_S = 300.0  # after which that no longer counts
 SLOWEST = 512 * 1024  # bytes a second that a way is expected to carry; what is sent may take so long before silence counts
+BULK = 1 << 16  # bytes from which a frame takes a while
 MAX_UNSENT = 1 << 26  # bytes that wait for a way that does not take them
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -84,20 +88,23 @@ def describe(error: grpc.aio.AioRpcError) -> str:
 
 
 class Patience:
-    """How long one way may be silent: longer after it was given up and was there all the same."""
+    """How long one way may be silent: for a while longer, after it was given up and was there all the same."""
 
     def __init__(self) -> None:
         self.seconds = SILENCE_S
-        self._given_up = float("-inf")
+        self._given_up = self._longer = float("-inf")
 
     def gave_up(self) -> None:
         self._given_up = time.monotonic()
 
     def answered(self) -> None:
         """A line works; if one was given up a moment ago, that was too early."""
-        if time.monotonic() - self._given_up < 5.0:
-            self.seconds = min(MAX_SILENCE_S, self.seconds * 2)
-        self._given_up = float("-inf")
+        now = time.monotonic()
+        if now - self._given_up < REGRET_S:
+            self.seconds, self._longer = min(MAX_SILENCE_S, self.seconds * 2), now
+            self._given_up = float("-inf")
+        elif now - self._longer > FORGET_S:
+            self.seconds = SILENCE_S
 
 
 class Line:
@@ -107,25 +114,26 @@ class Line:
         self.patience, self.take = patience, take
         self.unsent = 0  # bytes that the transport has not taken
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
-        self._heard = self._drained = time.monotonic()  # when a frame last came; when all that was sent should have arrived
+        self._heard = self._drained = time.monotonic()  # when a frame last came; when the large ones that were sent should have arrived
         self._problem = ""
         self._call: grpc.aio.StreamStreamCall | None = None
 
     def send(self, data: bytes) -> None:
         """In order, as soon as the way takes it; where it takes nothing for too long the line ends."""
         self.unsent += len(data)
-        self._drained = max(self._drained, time.monotonic()) + len(data) / SLOWEST
+        if len(data) > BULK:
+            self._drained = max(self._drained, time.monotonic()) + len(data) / SLOWEST
         self._queue.put_nowait(data)
         if self.unsent > MAX_UNSENT + 2 * len(data):
             self._give_up(f"{self.unsent:,} bytes wait, and it takes none")
 
     async def run(self, channel: grpc.aio.Channel, method: str, secrets: Secrets) -> NoReturn:
         """Until it ends: raises Broken, or what `take` raises."""
-        self._call = channel.stream_stream(f"/{SERVICE}/{method}")(self._frames(), metadata=secrets.metadata)
+        self._call = channel.stream_stream(f"/{SERVICE}/{method}")(metadata=secrets.metadata)
         self._heard = time.monotonic()
-        pulse = asyncio.create_task(self._pulse())
+        tasks = [asyncio.create_task(self._pulse()), asyncio.create_task(self._write(self._call))]
         try:
-            async for data in self._call:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
                 self._heard = time.monotonic()
                 self.take(data)
             raise Broken("it ended the connection")
@@ -136,7 +144,8 @@ class Line:
                 raise
             raise Broken(self._problem) from None
         finally:
-            pulse.cancel()
+            for task in tasks:
+                task.cancel()
             self._call.cancel()
 
     def _give_up(self, problem: str) -> None:
@@ -144,11 +153,12 @@ class Line:
         if self._call is not None:
             self._call.cancel()
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        while True:
-            data = await self._queue.get()
-            yield data
-            self.unsent -= len(data)
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):  # the call is over, which its reader says
+            while True:
+                data = await self._queue.get()
+                await call.write(data)
+                self.unsent -= len(data)
 
     async def _pulse(self) -> None:
         while True:

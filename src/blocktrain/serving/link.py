@@ -155,10 +155,10 @@ class StageLink:
 
     def _take(self, data: bytes) -> None:
         frame = decode(data, self.expected.shape)
-        if not self.up and frame.kind == Kind.PONG:
-            self._patience.answered()
-            self._become("up")
         if frame.kind == Kind.PONG:
+            self._patience.answered()
+            if not self.up:
+                self._become("up")
             pong: Pong = frame.message(Pong)
             self.texts, self.stalled_s = pong.texts, pong.stalled_s
         self.on_frame(self, frame)

@@ -72,7 +72,10 @@ class Peer:
 
     async def write(self, context: Any) -> None:
         while (data := await self._outgoing.get()) is not None:
-            await context.write(data)
+            try:
+                await context.write(data)
+            except Exception:  # whatever gRPC has for a call that is over
+                return
             self.unsent -= len(data)
 
 
