@@ -7,8 +7,10 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -204,10 +206,16 @@ def plan_of(mode: str = "exact", wire: str = "bfloat16", max_bytes: int = 48, se
     return Plan(mode, Sampling(1.0, seed=seed), max_bytes, Settings(wire))  # type: ignore[arg-type]
 
 
-def golden(run: Path, plan: Plan, prompt: bytes = PROMPT, chain: LocalChain | None = None) -> bytes:
+@cache
+def golden(run: Path, plan: Plan, prompt: bytes = PROMPT) -> bytes:
     """What the run gives in one process."""
-    local = chain or LocalChain(load_run(run, quiet))
-    return asyncio.run(tell(local, plan, prompt, own_draft(run) if plan.mode == "speculative" else None)).data
+
+    def make() -> bytes:
+        chain = LocalChain(load_run(run, quiet))
+        return asyncio.run(tell(chain, plan, prompt, own_draft(run) if plan.mode == "speculative" else None)).data
+
+    with ThreadPoolExecutor(1) as pool:  # a loop may be running in this thread
+        return pool.submit(make).result()
 
 
 def own_draft(run: Path) -> OwnDraft:

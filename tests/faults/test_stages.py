@@ -127,7 +127,7 @@ def test_a_way_that_swallows_everything_is_given_up(block: int, hole: set[str], 
             way = await stack.enter_async_context(Way(stages[block].address))
             addresses = [way.address if n == block else stage.address for n, stage in enumerate(stages.all[:3])]
             chain = await stack.enter_async_context(stages.client(*addresses, stages[block + 3].address))
-            chain.links[3].texts = 9  # the other one is taken first
+            chain.broke("*", stages[block + 3].address)  # the other one is taken first
             way.spared = spared
 
             def swallow() -> None:
@@ -192,7 +192,7 @@ def test_with_a_draft_and_no_other_block_left_there_is_an_error(run: Path, stage
                 stages[1].kill()
                 stages[2].kill()
 
-            with pytest.raises(ServingError, match="no stage holds blocks 1, 2 now"):
+            with pytest.raises(ServingError, match="no stage holds blocks? [12, ]+ now"):
                 await tell(chain, plan_of("speculative"), draft=own_draft(run), at=5, do=kill)
 
     asyncio.run(go())
@@ -329,7 +329,7 @@ async def idle_cpu(pid: Callable[[], int], seconds: float = 2.0) -> float:
 
 
 def test_kills_and_restarts_leave_nothing_behind(run: Path, stages: Stages):
-    found = churn(stages, run, int(__import__("os").environ.get("BLOCKTRAIN_CHURN", "15")))
+    found = churn(stages, run, int(__import__("os").environ.get("BLOCKTRAIN_CHURN", "8")))
     print(found)
     assert found["files_after"] <= found["files"] + 4
     assert found["stage_files_after"] <= found["stage_files"] + 4
