@@ -192,7 +192,7 @@ def test_with_a_draft_and_no_other_block_left_there_is_an_error(run: Path, stage
                 stages[1].kill()
                 stages[2].kill()
 
-            with pytest.raises(ServingError, match="no stage holds blocks? [12, ]+ now"):
+            with pytest.raises(ServingError, match=r"no stage holds blocks? [12, ]+ now"):
                 await tell(chain, plan_of("speculative"), draft=own_draft(run), at=5, do=kill)
 
     asyncio.run(go())

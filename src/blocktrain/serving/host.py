@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import BlockTrainError, ConfigError, ProtocolError, ServingError
@@ -215,7 +218,28 @@ def read_secrets(
     key = _read("--key-file", key_file).decode("utf-8", "replace").strip()
     if key_file is not None and not re.fullmatch(r"[\x21-\x7e]{16,200}", key):
         raise ConfigError(f"--key-file {key_file}: must hold one key of 16 to 200 printable characters without spaces")
-    return Secrets(key, _read("--tls-cert", certificate), _read("--tls-key", private_key), _read("--tls-ca", authority))
+    secrets = Secrets(key, _read("--tls-cert", certificate), _read("--tls-key", private_key), _read("--tls-ca", authority))
+    for flag, path, data in (("--tls-cert", certificate, secrets.certificate), ("--tls-ca", authority, secrets.authority)):
+        if path is not None and not _certificates(data):
+            raise ConfigError(f"{flag} {path}: holds no certificate in PEM")
+    if private_key is not None and not _belongs(secrets.private_key, secrets.certificate):
+        raise ConfigError(f"--tls-key {private_key}: is not the private key of --tls-cert, in PEM and without a password")
+    return secrets
+
+
+def _certificates(data: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError:
+        return []
+
+
+def _belongs(private_key: bytes, certificate: bytes) -> bool:
+    try:
+        mine = load_pem_private_key(private_key, None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return False
+    return mine == _certificates(certificate)[0].public_key()
 
 
 def _read(flag: str, path: Path | None) -> bytes:
