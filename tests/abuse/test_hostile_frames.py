@@ -1,12 +1,13 @@
 """A hostile client, of every kind at once, against a real stage that serves an honest text meanwhile.
 
-BLOCKTRAIN_HOSTILE frames (20,000) go over gRPC sessions; other bytes go over plain sockets. Whatever comes ends in an error frame or a closed session;
-the honest text keeps its bytes, the process its memory, and its log stays empty.
+BLOCKTRAIN_HOSTILE frames (20,000) go over gRPC sessions; other bytes go over plain sockets. Whatever comes ends in an error frame or a closed
+session; the honest text keeps its bytes, the process its memory, and its log stays empty.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import random
@@ -21,7 +22,7 @@ import torch
 
 from blocktrain.serving.compute import Settings
 from blocktrain.serving.frames import Frame, Kind, Name, OpenRequest, ids_tensor, message_frame
-from tests.faults.stages import Stages, golden, make_run, memory_of, plan_of, tell, until, until_free
+from tests.faults.stages import Stages, golden, make_run, memory_of, plan_of, tell, until_free
 
 FRAMES = int(os.environ.get("BLOCKTRAIN_HOSTILE", "20000"))
 MINE = b"hostile client's"
@@ -267,16 +268,17 @@ def test_a_flood_of_frames_that_nobody_reads_takes_no_memory(run: Path, stages: 
             call = channel.stream_stream("/blocktrain.Stage/Session")()
             await call.write(message_frame(Kind.OPEN, MINE, OPEN, 1).encode())
             again = step(ids=[1] * 32).encode()  # 32 KiB of logits each
-            with pytest.raises((grpc.RpcError, asyncio.InvalidStateError)):
-                for _ in range(20_000):
-                    await asyncio.wait_for(call.write(again), 30)
-            call.cancel()
+            for _ in range(5000):
+                await asyncio.wait_for(call.write(again), 30)
+            with contextlib.suppress(grpc.RpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await until_free(stages.addresses)
         print(f"memory {(memory_of(stage.pid) - before) / 2**20:+.1f} MiB")
-        assert memory_of(stage.pid) - before < 400 << 20
+        assert memory_of(stage.pid) - before < 250 << 20
         async with stages.client() as chain:
             assert (await tell(chain, plan_of())).data == golden(run, plan_of())
-            await until(lambda: chain.links[0].up, "it is up")
 
     asyncio.run(go())
     assert "Traceback" not in stage.output, stage.output

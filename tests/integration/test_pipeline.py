@@ -475,33 +475,6 @@ def test_a_line_that_takes_nothing_ends_before_it_takes_the_memory(run: Path, mo
     asyncio.run(go())
 
 
-def test_a_client_that_never_reads_loses_its_session_and_its_texts(run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "MAX_OUTGOING", 1 << 15)
-    monkeypatch.setattr(server, "LAST_WORDS_S", 0.2)
-
-    async def go() -> None:
-        async with stage(run, 0, 3) as (address, door), grpc.aio.insecure_channel(address) as channel:
-            assert door.stage is not None
-            call = channel.stream_stream(f"/{SERVICE}/Session")()
-            opening = frames.OpenRequest(wire="bfloat16", first=0, stop=3)
-            await call.write(frames.message_frame(Kind.OPEN, b"a" * 16, opening, 1).encode())
-            await until(lambda: len(door.stage.texts) == 1, "it is open")  # type: ignore[union-attr]
-
-            async def flood() -> None:
-                while True:
-                    await call.write(Frame(Kind.PING, b"b" * 16).encode())
-
-            flooding = asyncio.create_task(flood())
-            await until(lambda: not door.stage.texts, "its texts are gone", 60)  # type: ignore[union-attr]
-            flooding.cancel()
-            call.cancel()
-            await until(lambda: not door.clients, "it is gone")
-            async with chained(run, address) as chain:
-                assert (await tell(chain, plan_of())).data == golden(run, plan_of())
-
-    asyncio.run(go())
-
-
 def test_next_addresses_are_only_ever_hosts_and_ports(run: Path):
     runner_run = run
 
@@ -568,7 +541,7 @@ def test_a_closed_chain_leaves_no_task(run: Path):
 
 def test_a_stage_that_sends_nonsense_is_down_and_another_is_taken(run: Path):
     async def nonsense(asked: Any, context: Any) -> AsyncIterator[bytes]:
-        async for data in asked:
+        async for _ in asked:
             yield b"BTS1" + bytes(range(60))
 
     async def go() -> None:

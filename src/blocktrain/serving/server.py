@@ -51,7 +51,7 @@ class Peer:
     def __init__(self) -> None:
         self.unsent = 0
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._over = False
+        self._over = self.too_slow = False
         self.writer: asyncio.Task[None] | None = None
 
     def send(self, frame: Frame) -> None:
@@ -61,6 +61,7 @@ class Peer:
         self.unsent += len(data)
         self._outgoing.put_nowait(data)
         if self.unsent > MAX_OUTGOING + len(data):
+            self.too_slow = True
             self.end()
             if self.writer is not None:
                 self.writer.cancel()
@@ -170,6 +171,9 @@ class StageServer:
             await asyncio.wait({reader, peer.writer}, return_when=asyncio.FIRST_COMPLETED)
             stage.leave(peer)
             await asyncio.wait({peer.writer}, timeout=LAST_WORDS_S)
+            if peer.too_slow:
+                context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+                context.set_details(f"{MAX_OUTGOING:,} bytes waited to be taken, which is the most")
         finally:
             stage.leave(peer)
             for task in (reader, peer.writer):
