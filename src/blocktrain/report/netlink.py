@@ -8,8 +8,8 @@ One process carries many links. Each listens on a port of 127.0.0.1 and relays t
   cut        resets its connections and refuses new ones, at once on both sides
   hole       swallows everything: nobody hears anything. When it is up again what was held goes on, as TCP would send it again
 
-`Links` starts the process (`relay`) and talks to it in JSON lines over its pipes; what a link does can be changed while bytes are under way. Bytes are
-counted as they are relayed, so traffic is read from here and not computed.
+`Links` starts the process (`relay`) and talks to it in JSON lines over its pipes; what a link does can be changed while bytes are under way. Bytes
+are counted as they are relayed, so traffic is read from here and not computed.
 
 Not modelled: loss, jitter, reordering, a slow start after idle (congestion control sees loopback), headers of IP and TCP, and a full queue (a sender
 that is ahead is stopped at `HELD_LIMIT` held bytes, so latency under overload grows up to that). Times are exact to about a millisecond while the
