@@ -2,8 +2,8 @@
 
     python benchmarks/acceptance.py RUN [--draft-blocks 1,2] [--windows 64] [--noise-seeds 4] [--prompts 8] [--bytes 128]
 
-Offline: every position of the held-out windows, teacher-forced. Draft and target pick with the same Gumbel noise, a function of (seed, position), so
-a draft is accepted exactly where the two picks are equal. Bytes per traversal stand there twice: from walking over the positions as decoding does, and
+Offline: every position of the held-out windows, teacher-forced. Draft and target pick with the same Gumbel noise of (seed, position), so
+a draft is accepted exactly where the picks are equal. Bytes per traversal stand there twice: from walking over the positions as decoding does, and
 from the formula (1 - a^(K+1)) / (1 - a), which takes positions as independent. Hard bytes come together, so the two differ.
 
 Free running: real generation after held-out prompts, speculative with K fixed and adaptive, and whether the bytes are those of `exact`. Adaptive K
