@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,15 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli_common import Json, Run, existing_run, say
+from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import ConfigError
 
 Wires = Literal["float32", "bfloat16", "int8"]
+WireOption = Annotated[Wires, Parameter(help="How states are rounded between blocks, whether or not a wire is there.")]
+Stages = Annotated[str | None, Parameter(help="Hosts of the blocks, HOST:PORT with commas; each says which blocks it has. Default: this machine.")]
+AllowMissing = Annotated[bool, Parameter(negative=(), help="Go on without a block that no stage has; it is said, and costs quality.")]
+KeyFile = Annotated[Path | None, Parameter(help="File with the key that stages and their clients share.")]
+Authority = Annotated[Path | None, Parameter(help="PEM certificates that stages' certificates must be signed by; without it, no TLS.")]
 
 
 def generate(
@@ -37,20 +45,28 @@ def generate(
     draft: Annotated[Path | None, Parameter(help="speculative: another run folder that drafts, instead of this run's first blocks.")] = None,
     draft_bytes: Annotated[int | None, Parameter(help="speculative: bytes drafted for each traversal; default: follows what is accepted.")] = None,
     window: Annotated[int | None, Parameter(help="sweep: bytes a traversal; default: the most that the run was trained for.")] = None,
-    wire: Annotated[Wires, Parameter(help="How states are rounded between blocks, whether or not a wire is there.")] = "bfloat16",
+    wire: WireOption = "bfloat16",
+    stages: Stages = None,
+    allow_missing_blocks: AllowMissing = False,
+    key_file: KeyFile = None,
+    tls_ca: Authority = None,
     json_: Json = False,
 ) -> int:
-    """Text from a trained run; always valid UTF-8. The prompt is not repeated."""
+    """Text from a trained run; always valid UTF-8. The prompt is not repeated.
+
+    With --stages the blocks are on other hosts, and the text is the same to the byte.
+    """
     from blocktrain.serving.decoding import Plan
-    from blocktrain.training.checkpoint import load_run
 
     plan = Plan(mode, *_plan_parts(temperature, top_p, seed, max_bytes, wire, draft_bytes), window=window)
     existing_run(run)
-    loaded = load_run(run, say)
-    other = None if draft is None else load_run(draft, say)
-    data, counts = asyncio.run(_generate(loaded, other, plan, os.fsencode(prompt), None if json_ else _show))
+    source = _Source(run, stages, draft if mode == "speculative" else None, mode == "speculative", allow_missing_blocks, key_file, tls_ca)
+    data, counts = asyncio.run(_generate(source, plan, os.fsencode(prompt), None if json_ else _show))
+    if counts.missing:
+        say(f"note: without block {', '.join(map(str, counts.missing))}, which no stage has")
     if json_:
-        said = {"mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p, "traversals": counts.traversals}
+        said: dict[str, Any] = {"mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p, "traversals": counts.traversals}
+        said["missing_blocks"] = list(counts.missing)
         print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data), **said, "acceptance": counts.acceptance}))
     else:
         print()
@@ -61,7 +77,130 @@ def sample(run: Any, prompt: bytes, max_bytes: int) -> str:
     """A text after a prompt from a loaded run."""
     from blocktrain.serving.decoding import Plan
 
-    return asyncio.run(_generate(run, None, Plan(max_bytes=max_bytes), prompt, None))[0].decode("utf-8", "replace")
+    return asyncio.run(_generate(_Source(run.folder, None), Plan(max_bytes=max_bytes), prompt, None, run))[0].decode("utf-8", "replace")
+
+
+def stage(
+    run: Run,
+    /,
+    *,
+    listen: Annotated[str, Parameter(help="HOST:PORT; port 0 takes a free one.")] = "127.0.0.1:0",
+    block: Annotated[
+        str | None, Parameter(help="Blocks to serve: 2, 0-1 or 0,1. Default: as many as free memory holds, those that --peers lack.")
+    ] = None,
+    peers: Annotated[
+        str | None, Parameter(help="Other stages of the run, HOST:PORT with commas: this one takes the blocks with fewest copies.")
+    ] = None,
+    max_texts: Annotated[int, Parameter(help="Texts remembered at once; more are refused.")] = 64,
+    key_file: KeyFile = None,
+    tls_cert: Annotated[Path | None, Parameter(help="PEM certificate (chain) of this stage.")] = None,
+    tls_key: Annotated[Path | None, Parameter(help="PEM private key of that certificate.")] = None,
+    tls_ca: Authority = None,
+    plaintext: Annotated[bool, Parameter(negative=(), help="Listen off loopback without TLS: for networks that are trusted.")] = False,
+) -> int:
+    """Serve blocks of a run to `generate`, `evaluate` and `serve` on other hosts.
+
+    RUN needs only run.toml and of its newest checkpoint progress.json, the interface and the blocks served here. Weights are checked by digest.
+    """
+    from blocktrain.serving import host
+
+    target = host.parse_target(listen, "--listen")
+    if not 1 <= max_texts <= 1 << 16:
+        raise ConfigError(f"--max-texts: must be between 1 and {1 << 16}, got {max_texts}")
+    secrets = host.read_secrets(key_file, tls_cert, tls_key, tls_ca, make_key=True)
+    host.check_listen(target, secrets, plaintext)
+    settings = load_config(existing_run(run))
+    return asyncio.run(_stage(run, settings, target, block, peers, max_texts, secrets))
+
+
+async def _stage(run: Path, settings: RunConfig, target: str, block: str | None, peers: str | None, max_texts: int, secrets: Any) -> int:
+    from blocktrain.serving import host
+
+    addresses = [host.parse_target(text, "--peers") for text in (peers or "").split(",") if text.strip()]
+    free, each = await asyncio.to_thread(_memory, settings)
+    if block is not None:
+        blocks = host.parse_blocks(block, settings.model.blocks)
+        _require_room(len(blocks), free, each)
+    else:
+        held = await host.ask_peers(addresses, secrets, say)
+        blocks = host.place(settings.model.blocks, _require_room(1, free, each), held)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C ends it
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return await host.serve_stage(host.StageOptions(run, blocks, target, max_texts, free), secrets, say, stop)
+
+
+def _memory(settings: RunConfig) -> tuple[int, list[int]]:
+    """(bytes free on the device, bytes of the interface and of one block's weights)."""
+    from blocktrain.report.accounting import count_blocks, count_interface
+    from blocktrain.report.measure import available_memory
+    from blocktrain.training.hardware import choose_hardware
+
+    each = [4 * count_interface(settings).all, 4 * count_blocks(settings, range(1)).all]
+    return available_memory(choose_hardware(settings.train).device), each
+
+
+def _require_room(blocks: int, free: int, each: list[int]) -> int:
+    """How many blocks fit; raises MemoryLimitError where fewer than `blocks` do."""
+    from blocktrain.errors import MemoryLimitError
+
+    room = int((free * 0.9 - each[0]) // each[1])
+    if room < blocks:
+        raise MemoryLimitError(f"--block: {blocks} block(s) need {each[0] + blocks * each[1]:,} bytes of memory, {int(free * 0.9):,} are free here")
+    return room
+
+
+class _Source:
+    """Where text comes from: a run on this machine, or stages."""
+
+    def __init__(
+        self,
+        run: Path,
+        stages: str | None,
+        draft: Path | None = None,
+        drafts: bool = False,
+        allow_missing_blocks: bool = False,
+        key_file: Path | None = None,
+        authority: Path | None = None,
+    ) -> None:
+        self.run, self.draft, self.drafts, self.allow_missing_blocks = run, draft, drafts, allow_missing_blocks
+        self.stages, self.key_file, self.authority = stages, key_file, authority
+
+    async def chain(self, loaded: Any = None) -> Any:
+        """Raises ServingError where the stages do not hold every block."""
+        if self.stages is None:
+            from blocktrain.serving.chain import LocalChain
+            from blocktrain.training.checkpoint import load_run
+
+            return LocalChain(loaded or load_run(self.run, say))
+        from blocktrain.serving import host
+        from blocktrain.serving.pipeline import RemoteChain
+
+        addresses = [host.parse_target(text, "--stages") for text in self.stages.split(",") if text.strip()]
+        if not addresses:
+            raise ConfigError("--stages: names no stage")
+        secrets = host.read_secrets(self.key_file, None, None, self.authority)
+        chain = RemoteChain(host.expected_of(self.run, say), addresses, secrets, self.allow_missing_blocks)
+        try:
+            await chain.ready()
+        except BaseException:
+            await chain.close()
+            raise
+        return chain
+
+    def drafter(self) -> Any:
+        """The draft model, on this machine; None where none is wanted."""
+        from blocktrain.serving.decoding import OtherDraft, OwnDraft, check_own_draft
+        from blocktrain.training.checkpoint import load_run
+
+        if not self.drafts:
+            return None
+        if self.draft is not None:
+            return OtherDraft(load_run(self.draft, say))
+        depth = load_config(self.run / "run.toml").objective.span
+        check_own_draft(load_config(self.run / "run.toml"), depth)
+        return OwnDraft(load_run(self.run, say, range(depth)))
 
 
 def _plan_parts(temperature: float, top_p: float, seed: int, max_bytes: int, wire: Wires, draft_bytes: int | None) -> tuple[Any, ...]:
@@ -86,18 +225,19 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _generate(run: Any, other: Any, plan: Any, prompt: bytes, show: Callable[[str], None] | None) -> tuple[bytes, Any]:
-    from blocktrain.serving.chain import LocalChain
-    from blocktrain.serving.decoding import Counts, OtherDraft, OwnDraft, generate
+async def _generate(source: _Source, plan: Any, prompt: bytes, show: Callable[[str], None] | None, loaded: Any = None) -> tuple[bytes, Any]:
+    from blocktrain.serving.decoding import Counts, generate
     from blocktrain.serving.text import TextStream
 
-    drafter = (OwnDraft(run) if other is None else OtherDraft(other)) if plan.mode == "speculative" else None
-    chain, stream, counts, data = LocalChain(run), TextStream(), Counts(), b""
-    async for piece in generate(chain, plan, prompt, drafter, counts):
-        data += bytes(piece.ids)
+    drafter = source.drafter()
+    chain, stream, counts, data = await source.chain(loaded), TextStream(), Counts(), b""
+    try:
+        async for piece in generate(chain, plan, prompt, drafter, counts):
+            data += bytes(piece.ids)
+            if show:
+                show(stream.feed(bytes(piece.ids)))
         if show:
-            show(stream.feed(bytes(piece.ids)))
-    if show:
-        show(stream.end())
-    await chain.close()
+            show(stream.end())
+    finally:
+        await chain.close()
     return data, counts
