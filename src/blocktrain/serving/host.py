@@ -125,7 +125,7 @@ def parse_blocks(text: str, blocks: int) -> range:
 
 
 def place(blocks: int, room: int, held: Sequence[tuple[int, int]]) -> range:
-    """The `room` consecutive blocks that a new stage had best hold where others hold the spans `held`: those with fewest copies, the first of equals."""
+    """The `room` consecutive blocks for a new stage where others hold the spans `held`: those with fewest copies, the first of equals."""
     copies = [sum(first <= b < stop for first, stop in held) for b in range(blocks)]
     room = min(room, blocks)
 
