@@ -34,7 +34,7 @@ from blocktrain.report.serving_rows import MS, Sample, System, Watched, figures,
 from blocktrain.report.texts import heldout_of, prompts_of, variety
 from blocktrain.report.windows import window_figures
 from blocktrain.serving.chain import Chain, Step
-from blocktrain.serving.decoding import OwnDraft, Plan, check_own_draft, check_sweep
+from blocktrain.serving.decoding import OwnDraft, Plan, check_own_draft
 from blocktrain.serving.host import expected_of
 from blocktrain.serving.sampling import Sampling
 from blocktrain.training.checkpoint import LoadedRun, load_run
@@ -43,7 +43,6 @@ from blocktrain.training.data import heldout_windows
 KB = 1024
 STATE_KB = 64
 GOAL_RTT_MS = 100.0
-STREAMS = 8
 Say = Callable[[str], None]
 
 
@@ -62,6 +61,7 @@ class Options:
     draft_blocks: int | None = None
     window_run: Path | None = None
     failovers: int = 0
+    streams: int = 8  # texts at once
 
     def __post_init__(self) -> None:
         for flag, values in (("--rtt", self.rtts_ms), ("--mbit", self.mbits_s)):
@@ -76,13 +76,16 @@ class Options:
     @property
     def small(self) -> Options:
         """The same with everything that takes long made short."""
-        return replace(self, rtts_ms=(0.0, 20.0), mbits_s=(0.0,), prompts=2, prompt_bytes=16, max_bytes=16)
+        return replace(self, rtts_ms=(0.0, 20.0), mbits_s=(0.0,), prompts=2, prompt_bytes=16, max_bytes=16, streams=3)
 
 
 def bench_serving(run: Path, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     """All figures and their goals, as one JSON line's worth. Raises ConfigError, CheckpointError and ServingError."""
     chosen = options.small if options.quick else options
     loaded, windowed = load_run(run, say), _window_run(run, options, say)
+    split(loaded.config.model.blocks, chosen.hosts)
+    if chosen.draft_blocks is not None:
+        check_own_draft(loaded.config, chosen.draft_blocks)
     folders = {"baseline": _baseline(run, say), "run": run} | ({"window": windowed} if windowed and windowed != run else {})
     heldout = heldout_of(loaded)
     prompts = prompts_of(heldout, chosen.prompts, chosen.prompt_bytes, chosen.max_bytes)
@@ -135,8 +138,8 @@ class Bench:
             tables = [await self._table(systems, prompts, rtt, mbit) for mbit in self.options.mbits_s for rtt in self.options.rtts_ms]
             self._change(0.0, 0.0)
             overhead = await self._overhead()
-            self.say(f"{STREAMS} texts at once")
-            streams = [{"name": system.name, **await streams_ratio(system, prompts, STREAMS)} for system in systems[1:3]]
+            self.say(f"{self.options.streams} texts at once")
+            streams = [{"name": system.name, **await streams_ratio(system, prompts, self.options.streams)} for system in systems[1:3]]
         finally:
             for fleet in self.fleets.values():
                 await fleet.close()
@@ -153,8 +156,6 @@ class Bench:
         if self.loaded.config.objective.span < self.loaded.config.model.blocks:
             draft = OwnDraft(self.loaded, self.options.draft_blocks)
             systems.append(System("speculative", chains[run], replace(plan, mode="speculative"), draft, self.fleets[run].links))
-        elif self.options.draft_blocks is not None:
-            check_own_draft(self.loaded.config, self.options.draft_blocks)
         if self.window:
             folder = self.folders.get("window", run)
             systems.append(System("sweep", chains[folder], replace(plan, mode="sweep"), links=self.fleets[folder].links))
@@ -202,7 +203,6 @@ class Bench:
         if self.window:
             config = self.window.config
             width = config.objective.window + 1
-            check_sweep(config, width)
             windows = heldout_windows(heldout, config.model.positions, min(64, config.evaluate.windows))
             found["sweep"] |= window_figures(self.window, windows, width)
         return found

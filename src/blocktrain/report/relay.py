@@ -81,8 +81,13 @@ class End(asyncio.Protocol):
 
     def write_eof(self) -> None:
         if self.transport and not self.transport.is_closing():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # gone already
+                self.transport.write_eof()
             self._ended()
+
+    def write(self, data: bytes) -> None:
+        if self.transport and not self.transport.is_closing():
+            self.transport.write(data)
 
     def _ended(self) -> None:
         self._ends += 1
@@ -143,8 +148,7 @@ class Flow:
     def _hand_over(self, sink: End, data: bytes | None, reset: bool) -> None:
         if data is not None:
             self._size -= len(data)
-            assert sink.transport is not None
-            sink.transport.write(data)
+            sink.write(data)
             if self._size <= HELD_LIMIT // 2 and self.source and self.source.transport and not self.source.transport.is_closing():
                 self.source.transport.resume_reading()
         elif reset:
