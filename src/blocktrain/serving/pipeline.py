@@ -220,10 +220,15 @@ class RemoteChain:
         self._broken: dict[tuple[str, str], float] = {}  # way from address to address -> until when it is not taken
 
     async def ready(self, limit_s: float = 8.0) -> None:
-        """Wait until stages that are up hold every block. Raises ServingError saying what each address lacks."""
+        """Wait until stages that are up hold every block. Raises ServingError saying what each address lacks.
+
+        Where blocks may be missing, those that are not there after the wait are.
+        """
         end = time.monotonic() + limit_s
-        while self.missing():
+        while missing := self.missing():
             if time.monotonic() > end or (all(link.state == "failed" for link in self.links)):
+                if self.allow_missing_blocks and len(missing) < self.config.model.blocks:
+                    break
                 raise ServingError(self.why_not())
             await self._change(end - time.monotonic())
         if self._mixed():

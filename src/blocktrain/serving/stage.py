@@ -163,8 +163,9 @@ class Stage:
     def _outgoing(self, frame: Frame, text: StageText, result: Result, waited_us: int, arrived: float) -> Frame:
         took_us = int((time.monotonic() - arrived) * 1e6)
         kind = Kind.ANSWER if result.logits is not None else Kind.STEP
-        out = Frame(kind, frame.text, frame.epoch, frame.step, frame.keep, frame.offset, frame.count, frame.want, text.request.stop)
-        out.enter = min(text.request.stop, self.shape.blocks - 1)
+        after = [b for b in range(text.request.stop, self.shape.blocks) if b not in text.settings.skip]
+        enter = after[0] if after else self.shape.blocks - 1
+        out = Frame(kind, frame.text, frame.epoch, frame.step, frame.keep, frame.offset, frame.count, frame.want, enter)
         if frame.remaining_ms:
             out.remaining_ms = max(1, frame.remaining_ms - took_us // 1000)
         out.tensors[Name.HOPS] = _with_hop(frame.tensors, text.request.first, waited_us, took_us - waited_us)
