@@ -28,7 +28,7 @@ from blocktrain.report.netlink import Links
 from blocktrain.report.serving_fleet import Command, Fleet, split
 from blocktrain.report.serving_rows import Traversal, Watched, WatchedText, traffic
 from blocktrain.serving.chain import Step
-from blocktrain.serving.compute import WIRES, BlockRunner, Settings
+from blocktrain.serving.compute import BlockRunner, Settings
 from blocktrain.serving.frames import PROTOCOL, HelloReply
 from blocktrain.serving.pipeline import Expected
 from blocktrain.serving.server import Secrets, StageServer
@@ -95,7 +95,7 @@ async def _measure(
     try:
         watched = Watched(await fleet.connect())
         fleet.change(rtt_ms, mbit_s)
-        text = await watched.open(Settings(WIRES[1]))
+        text = await watched.open(Settings("bfloat16"))
         say(f"a prompt of {PROMPT}, {steps} single steps, one sweep of {SWEEP}")
         await text.step(Step(0, 0, [0] * PROMPT, PROMPT - 1))
         singles = [await _one(fleet, watched, text, PROMPT + i, [0]) for i in range(steps)]

@@ -52,8 +52,15 @@ def choose_shape(parameters: float, hosts: int) -> ModelConfig:
     most = int(parameters / layer_parameters(2 * HEAD))
     widths = {layers: round(math.sqrt(parameters / layers / 12) / HEAD) * HEAD for layers in range(hosts, min(most, 400 * hosts) + 1, hosts)}
     width, layers = min(((width, layers) for layers, width in widths.items() if width), key=lambda pair: cost(pair))
-    shape = {"blocks": hosts, "layers_per_block": layers // hosts, "width": width, "heads": width // HEAD, "positions": POSITIONS}
-    return ModelConfig(**shape, embed_dim=128, noise_dim=NOISE_DIM)
+    return ModelConfig(
+        blocks=hosts,
+        layers_per_block=layers // hosts,
+        width=width,
+        heads=width // HEAD,
+        positions=POSITIONS,
+        embed_dim=128,
+        noise_dim=NOISE_DIM,
+    )
 
 
 def logical_config(parameters: float, hosts: int, dtype: str, window: int) -> RunConfig:

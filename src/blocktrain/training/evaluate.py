@@ -226,7 +226,9 @@ def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None])
         problem = "was trained with other settings or for another number of steps"
     elif (its.train_digest, its.bytes_seen) != (mine.train_digest, mine.bytes_seen):
         problem = f"has seen {its.bytes_seen:,} bytes and this run's most advanced block {mine.bytes_seen:,}"
-        advice = "" if its.bytes_seen < mine.bytes_seen and (run.folder / "swarm").is_dir() else advice  # spans that overlap see some blocks more often
+        advice = (
+            "" if its.bytes_seen < mine.bytes_seen and (run.folder / "swarm").is_dir() else advice
+        )  # spans that overlap see some blocks more often
     else:
         return Evaluator(reference, windows).rollout()[0, -1], its.training_flops
     warn(f"{folder}: {problem}, so there is no gap{advice}")
