@@ -76,14 +76,14 @@ def test_its_figures_and_goals(windowed: Path):
 def made_result(ratio: float, rtt_ms: float) -> dict[str, Any]:
     row = {"name": "speculative", "bytes_per_traversal": 5.0, "ratio": ratio}
     table = {"rtt_ms": rtt_ms, "mbit_s": 0.0, "rows": [row], "speculative_equals_exact": True}
-    return {"tables": [table], "overhead": {"state_kb": 64.0, "overhead_ms_per_stage": 0.5}, "failover": {"identical_share": 0.99}}
+    return {"tables": [table], "overhead": {"state_kb": 64.0, "hop_ms": 0.5}, "failover": {"identical_share": 0.99}}
 
 
 def test_goals_are_of_what_was_measured():
     met = {goal.name: goal.met for goal in goals_of(made_result(2.9, 100.0))}
     assert met["speculative over baseline, bytes/s at RTT 100 ms"] is False
     assert met["failovers whose text is that of the undisturbed run, share"] is False
-    assert met["overhead a stage at 64 KB states, ms"] is True
+    assert met["overhead a hop at 64 KB states, ms"] is True
     assert not any("over baseline" in goal.name for goal in goals_of(made_result(2.9, 50.0)))
 
 
@@ -130,11 +130,13 @@ def test_the_ce_of_a_window_is_that_of_evaluation(windowed: Path):
     run = load_run(windowed, lambda _: None)
     windows = heldout_windows(heldout_of(run), run.config.model.positions, 8)
     masked = Evaluator(run, windows).rollout(mask_last=8)[0, -1].mean()
-    found = window_figures(run, windows, 9)
+    found = window_figures(run, windows, 9, cuts=1)
     assert found["masked_ce"] == pytest.approx(float(masked), abs=1e-5)
     assert found["ce"] == pytest.approx((found["by_place"][0] + 8 * found["masked_ce"]) / 9)
     first = window_ce(run, windows[:, :-8], 1)
     assert found["by_place"][0] == pytest.approx(float(first), abs=1e-5), "the first byte of a window sees all bytes before it, and no later one"
+    both = torch.stack([window_ce(run, windows, 9), window_ce(run, windows[:, :-9], 9)]).mean(0)
+    assert torch.allclose(window_ce(run, windows, 9, cuts=2), both)
     with pytest.raises(ConfigError, match=r"objective\.window"):
         window_ce(run, windows, 10)
 

@@ -3,7 +3,7 @@
 The shape is logical (`logical`): real compute and real traffic, one layer's memory a host. Two ways to get 64 bytes are compared: one sweep of 64
 positions, and 64 steps of the plain pipeline, of which a few are timed. Nothing is said about quality: these weights are random.
 
-A smaller shape can be measured first; the projection scales its compute by parameters and leaves its network time as it is.
+A smaller shape can be measured first; the projection scales its compute by parameters and its traffic by width.
 
 `python -m blocktrain.report.bench_logical JOB` is a stage; JOB is JSON.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from statistics import median
@@ -23,8 +24,8 @@ from blocktrain.config import RunConfig
 from blocktrain.errors import ConfigError
 from blocktrain.model.transformer import MASK_ID
 from blocktrain.report.bench_training import Goal
-from blocktrain.report.logical import GIB, logical_config, logical_run, require_memory, sizes_of
-from blocktrain.report.netlink import Links
+from blocktrain.report.logical import GIB, choose_shape, logical_config, logical_run, require_memory, sizes_of
+from blocktrain.report.netlink import MBIT, Links
 from blocktrain.report.serving_fleet import Command, Fleet, split
 from blocktrain.report.serving_rows import Traversal, Watched, WatchedText, traffic
 from blocktrain.serving.chain import Step
@@ -90,7 +91,8 @@ def bench_logical(
 async def _measure(
     config: RunConfig, hosts: int, links: Links, rtt_ms: float, mbit_s: float, say: Callable[[str], None], steps: int
 ) -> dict[str, Any]:
-    fleet = Fleet(Expected(config, config.digest, {}), logical_command(config), split(config.model.blocks, hosts), links)
+    threads = os.cpu_count() or 1  # one text, so one host computes at a time
+    fleet = Fleet(Expected(config, config.digest, {}), logical_command(config), split(config.model.blocks, hosts), links, threads)
     fleet.start()
     try:
         watched = Watched(await fleet.connect())
@@ -115,9 +117,10 @@ async def _one(fleet: Fleet, watched: Watched, text: WatchedText, keep: int, ids
 
 
 def project(result: dict[str, Any], parameters: float) -> dict[str, float]:
-    """Seconds at another number of parameters: compute in proportion, network as measured."""
-    scale = parameters / result["parameters"]
-    step, sweep = (result[kind]["compute_s"] * scale + result[kind]["network_s"] for kind in ("step", "sweep"))
+    """Seconds at another number of parameters: compute in proportion, traffic in proportion to the width, over the same link."""
+    scale, width = parameters / result["parameters"], choose_shape(parameters, result["hosts"]).width
+    more = (width / result["width"] - 1) * 8 / (result["mbit_s"] * MBIT) if result["mbit_s"] else 0.0  # seconds a byte
+    step, sweep = (row["compute_s"] * scale + row["network_s"] + row["wire_bytes"] * more for row in (result["step"], result["sweep"]))
     return {"parameters": parameters, "step_s": step, "sweep_s": sweep, "ratio": SWEEP * step / sweep}
 
 

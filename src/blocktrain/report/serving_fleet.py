@@ -87,9 +87,9 @@ class Host:
 class Fleet:
     """The stages of one run, and clients of them."""
 
-    def __init__(self, expected: Expected, command: Command, spans: Sequence[range], links: Links) -> None:
+    def __init__(self, expected: Expected, command: Command, spans: Sequence[range], links: Links, threads: int | None = None) -> None:
         self.expected = expected
-        threads = max(1, (os.cpu_count() or 1) // len(spans))
+        threads = threads or max(1, (os.cpu_count() or 1) // len(spans))  # of each process
         ports = [free_port() for _ in spans]
         opened = [links.open(("127.0.0.1", port)) for port in ports]
         self.hosts = [Host(command(span, port), port, link, threads) for span, port, link in zip(spans, ports, opened, strict=True)]

@@ -51,7 +51,7 @@ def other_table(result: dict[str, Any]) -> Table:
     shown = Table("figure", "value", title="the rest")
     overhead = result["overhead"]
     shown.add_row(f"compute a stage at {overhead['state_kb']:.0f} KB states, ms", number(overhead["compute_ms_per_stage"]))
-    shown.add_row("overhead beside it, ms", number(overhead["overhead_ms_per_stage"]))
+    shown.add_row("a hop with such a state beside it, and one of next to nothing, ms", f"{overhead['hop_ms']:.2f}, {overhead['small_hop_ms']:.2f}")
     for row in result["streams"]:
         shown.add_row(f"{row['name']}: bytes/s of {row['streams']} texts at once over one at a time", number(row["ratio"]))
     if failover := result["failover"]:

@@ -20,16 +20,22 @@ from blocktrain.training.checkpoint import LoadedRun
 from blocktrain.training.composition import Composer
 
 BATCH = 16
+SCORED = 64  # bytes of a window that are scored at least, where it is long enough
 
 
-def window_ce(run: LoadedRun, windows: np.ndarray, width: int) -> Tensor:
+def window_ce(run: LoadedRun, windows: np.ndarray, width: int, cuts: int = 1) -> Tensor:
     """CE of each of the last `width` bytes of windows (N, T + 1), by its place in the traversal: (W,) float64, nats per byte.
 
-    Raises ConfigError where the run cannot give so many.
+    With more `cuts`, also of the windows cut short by W, 2 W, … bytes. Raises ConfigError where the run cannot give so many.
     """
     check_sweep(run.config, width)
     width = min(width, windows.shape[1] - 1)
-    composer, parts = Composer(run.stack, run.config, run.partition), []
+    composer = Composer(run.stack, run.config, run.partition)
+    return torch.stack([_cut_ce(run, composer, windows[:, : windows.shape[1] - cut * width], width) for cut in range(cuts)]).mean(0)
+
+
+def _cut_ce(run: LoadedRun, composer: Composer, windows: np.ndarray, width: int) -> Tensor:
+    parts = []
     for index, ids in enumerate(torch.from_numpy(windows.astype(np.int64)).split(BATCH)):
         x, y = ids[:, :-1].clone(), ids[:, -width:]
         x[:, x.size(1) - (width - 1) :] = MASK_ID
@@ -41,9 +47,13 @@ def window_ce(run: LoadedRun, windows: np.ndarray, width: int) -> Tensor:
     return torch.cat(parts).mean(0)
 
 
-def window_figures(run: LoadedRun, windows: np.ndarray, width: int) -> dict[str, Any]:
-    """CE of all W bytes, of the first that is masked, and of all that are masked (None where none is); nats per byte."""
-    ce = window_ce(run, windows, width)
+def window_figures(run: LoadedRun, windows: np.ndarray, width: int, cuts: int | None = None) -> dict[str, Any]:
+    """CE of all W bytes, of the first that is masked, and of all that are masked (None where none is); nats per byte.
+
+    By default windows are cut so often that narrow widths score as many bytes as wide ones, within half a window.
+    """
+    most = max(1, (windows.shape[1] - 1) // 2 // width)
+    ce = window_ce(run, windows, width, min(most, max(1, SCORED // width)) if cuts is None else cuts)
     masked = ce[1:]
     figures = {"width": width, "ce": float(ce.mean())}
     return figures | {
