@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from blocktrain import __version__, cli_serving, cli_swarm
+from blocktrain import __version__, cli_bench, cli_serving, cli_swarm
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
 from blocktrain.cli_evaluation import show_evaluation
 from blocktrain.config import (
@@ -47,6 +47,7 @@ for command in (
     cli_swarm.simulate,
 ):
     app.command(command)
+app.command(cli_bench.bench)
 
 
 def run(tokens: list[str]) -> int:
@@ -123,10 +124,24 @@ def evaluate(
         tuple[str, ...],
         Parameter("--set", negative=(), consume_multiple=False, help="objective.start, objective.readout or evaluate.* for this evaluation only."),
     ] = (),
+    stages: cli_serving.Stages = None,
+    wire: cli_serving.WireOption = "bfloat16",
+    allow_missing_blocks: cli_serving.AllowMissing = False,
+    key_file: cli_serving.KeyFile = None,
+    tls_ca: cli_serving.Authority = None,
     json_: Json = False,
 ) -> int:
-    """The five numbers of a trained run on its held-out text (CE in nats per byte)."""
+    """The five numbers of a trained run on its held-out text (CE in nats per byte).
+
+    With --stages only the headline, as those hosts serve it: one traversal for each held-out window.
+    """
     settings = load_config(existing_run(run))
+    if stages is not None:
+        if set_:
+            raise ConfigError("--set: cannot be given with --stages, which serve the run as it was trained")
+        return cli_serving.evaluate_stages(
+            run, settings, cli_serving.Source(run, stages, None, False, allow_missing_blocks, key_file, tls_ca), wire, json_
+        )
     overrides: dict[str, Any] = {}
     for text in set_:
         fields = parse_assignment(text)
@@ -191,36 +206,6 @@ def _paper_line(figure: Any) -> str:
         f"paper: {figure.name} {figure.paper_gib} GiB. At {figure.bytes_per_parameter} B a parameter that is {low:,} to {high:,} parameters. "
         f"Our reconstruction: {shape}, {figure.num_parameters:,} parameters = {figure.gib:.3f} GiB ({figure.note})."
     )
-
-
-@app.command
-def bench(
-    what: Annotated[
-        Literal["training", "transport"],
-        Parameter(
-            help="training: our trainer against a plain PyTorch loop, and peak memory. "
-            "transport: a coordinator's throughput against a raw copy, and its memory."
-        ),
-    ],
-    *,
-    quick: Annotated[bool, Parameter(negative=(), help="Smaller shapes.")] = False,
-    json_: Json = False,
-) -> int:
-    """Measure, print tables with each figure beside its goal, then one JSON line. Exit code 1 if a goal is missed."""
-    say(f"bench {what}: takes minutes; other work on this machine makes it noisy")
-    if what == "transport":
-        from blocktrain.report.bench_transport import bench_transport, render
-
-        result = bench_transport(quick=quick, say=say)
-    else:
-        from blocktrain.report.bench_training import bench_training, render
-
-        result = bench_training(quick=quick)
-    if not json_:
-        for table in render(result):
-            out.print(table)
-    print(json.dumps(result))
-    return 0 if all(goal["met"] for goal in result["goals"]) else 1
 
 
 def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str, stopped: list[int]) -> bool:

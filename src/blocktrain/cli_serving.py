@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from blocktrain.cli_common import Json, Run, existing_run, say
+from blocktrain.cli_common import Json, Run, existing_run, out, say
 from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import ConfigError
 
@@ -60,7 +60,7 @@ def generate(
 
     plan = Plan(mode, *_plan_parts(temperature, top_p, seed, max_bytes, wire, draft_bytes), window=window)
     existing_run(run)
-    source = _Source(run, stages, draft if mode == "speculative" else None, mode == "speculative", allow_missing_blocks, key_file, tls_ca)
+    source = Source(run, stages, draft if mode == "speculative" else None, mode == "speculative", allow_missing_blocks, key_file, tls_ca)
     data, counts = asyncio.run(_generate(source, plan, os.fsencode(prompt), None if json_ else _show))
     if counts.missing:
         say(f"note: without block {', '.join(map(str, counts.missing))}, which no stage has")
@@ -77,7 +77,7 @@ def sample(run: Any, prompt: bytes, max_bytes: int) -> str:
     """A text after a prompt from a loaded run."""
     from blocktrain.serving.decoding import Plan
 
-    return asyncio.run(_generate(_Source(run.folder, None), Plan(max_bytes=max_bytes), prompt, None, run))[0].decode("utf-8", "replace")
+    return asyncio.run(_generate(Source(run.folder, None), Plan(max_bytes=max_bytes), prompt, None, run))[0].decode("utf-8", "replace")
 
 
 def stage(
@@ -151,7 +151,7 @@ def _require_room(blocks: int, free: int, each: list[int]) -> int:
     return room
 
 
-class _Source:
+class Source:
     """Where text comes from: a run on this machine, or stages."""
 
     def __init__(
@@ -203,6 +203,36 @@ class _Source:
         return OwnDraft(load_run(self.run, say, range(depth)))
 
 
+def evaluate_stages(run: Path, settings: RunConfig, source: Source, wire: Wires, as_json: bool) -> int:
+    """The headline figure through stages."""
+    import time
+
+    from blocktrain.serving.compute import Settings
+    from blocktrain.serving.scoring import score
+    from blocktrain.training.data import heldout_windows, load_corpus
+
+    corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
+    windows = heldout_windows(corpus.heldout, settings.model.positions, settings.evaluate.windows)
+
+    async def served() -> tuple[Any, tuple[int, ...]]:
+        chain = await source.chain()
+        try:
+            return await score(chain, windows, Settings(wire))
+        finally:
+            await chain.close()
+
+    began = time.perf_counter()
+    ce, missing = asyncio.run(served())
+    headline, seconds = float(ce.mean()), time.perf_counter() - began
+    figures = {"headline_ce": headline, "windows": len(windows), "wire": wire, "missing_blocks": list(missing), "seconds": seconds}
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    lacking = f", without block {', '.join(map(str, missing))}" if missing else ""
+    out.print(f"headline CE {headline:.4f} nats per byte as served: {len(windows)} windows, one traversal each, states as {wire}{lacking}")
+    return 0
+
+
 def _plan_parts(temperature: float, top_p: float, seed: int, max_bytes: int, wire: Wires, draft_bytes: int | None) -> tuple[Any, ...]:
     """Checked; raises ConfigError naming the flag."""
     from blocktrain.serving.compute import Settings
@@ -225,7 +255,7 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _generate(source: _Source, plan: Any, prompt: bytes, show: Callable[[str], None] | None, loaded: Any = None) -> tuple[bytes, Any]:
+async def _generate(source: Source, plan: Any, prompt: bytes, show: Callable[[str], None] | None, loaded: Any = None) -> tuple[bytes, Any]:
     from blocktrain.serving.decoding import Counts, generate
     from blocktrain.serving.text import TextStream
 

@@ -42,7 +42,7 @@ class RemoteChain:
         end = time.monotonic() + limit_s
         while self.missing():
             over = time.monotonic() > end or all(link.state == "failed" for link in self.links)
-            if self.allow_missing_blocks and self.live() and (over or all(link.tried for link in self.links)):
+            if self.allow_missing_blocks and self.live() and (over or all(link.tried and link.state != "loading" for link in self.links)):
                 return
             if over:
                 raise ServingError(self.why_not())
