@@ -419,6 +419,35 @@ def test_a_stage_that_has_forgotten_the_text_is_told_it_again(run: Path):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("lost", ["client -> {0}", "{0} -> {1}", "{2} -> client"])
+def test_a_frame_that_is_lost_though_all_lines_are_well_is_sent_again(lost: str, run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote_text, "STUCK_S", 1.0)
+    dropped: list[str] = []
+
+    async def go() -> None:
+        async with three(run) as (addresses, doors), chained(run, *addresses) as chain:
+            at = ["client -> {0}", "{0} -> {1}", "{2} -> client"].index(lost)
+            real = [chain.links[0].send, doors[0]._send_on, server.Peer.send]
+
+            def drop(*given: Any) -> None:
+                frame = given[-1]
+                wanted = Kind.ANSWER if at == 2 else Kind.STEP
+                if frame.kind == wanted and frame.step == 9 and not dropped:
+                    dropped.append(lost)
+                else:
+                    real[at](*given)
+
+            places = [(chain.links[0], "send"), (doors[0], "_send_on"), (server.Peer, "send")]
+            monkeypatch.setattr(*places[at], drop)
+            problems: list[str] = []
+            ended = remote_text.RemoteText._end
+            monkeypatch.setattr(remote_text.RemoteText, "_end", lambda self, error: (problems.append(str(error)), ended(self, error))[1])
+            assert (await tell(chain, plan_of())).data == golden(run, plan_of())
+            assert dropped and problems[0] == lost.format(*addresses) + ": nothing arrives"
+
+    asyncio.run(go())
+
+
 def test_steps_of_closed_texts_are_not_computed(run: Path):
     async def go() -> None:
         async with stage(run, 0, 3) as (address, door), chained(run, address) as chain:

@@ -28,6 +28,7 @@ PATIENCE_S = 3.0  # for a lost stage to come back or another to appear
 LOOK_S = 0.5  # between two looks for a step that is not answered
 OPEN_S = 5.0  # for a stage to say that it has opened a text
 STUCK_S = 3.0  # between one stage sending a step on and the next one having it
+CLIENT = "client"
 STALLED_S = 60.0  # for which blocks may be at one batch of steps
 
 
@@ -233,23 +234,33 @@ class RemoteText:
         return answer.tensors[Name.LOGITS]
 
     def _look_for_step(self) -> None:
-        """Ask each stage where the step is; the route is lost where one has sent it on long ago and the next never got it, or is stuck with it."""
+        """Ask each stage where the step is. The route is lost where a stage has forgotten the text or is stuck, or the step is in none of them."""
         assert self.route and self._asked
-        for hop in self.route:
-            place = self._places.get(hop.link.address)
+        places = [self._places.get(hop.link.address) for hop in self.route]
+        for hop, place in zip(self.route, places, strict=True):
             if place and place.epoch != self.epoch:
                 return self._end(StageLost(f"{hop.link.address}: has forgotten the text"))
             if place and place.step >= self.number > place.forwarded and hop.link.stalled_s > STALLED_S:
                 self.chain.broke("*", hop.link.address)
                 return self._end(StageLost(f"{hop.link.address}: its blocks have been at one step for {hop.link.stalled_s:.0f} s"))
+        self._look_between([place for place in places if place])
+        if self.route is not None:
+            for hop in self.route:
+                hop.link.send(Frame(Kind.PING, self.name, self.epoch, self.number))
+
+    def _look_between(self, places: list[Place]) -> None:
+        """Where a step left the stage before long ago (the first: the client) and the next one does not have it, or nobody has it any more."""
+        assert self.route and self._asked
         limit_s = STUCK_S + self._asked.count * 4 * self.chain.config.model.width / SLOWEST
-        for hop, after in zip(self.route, self.route[1:], strict=False):
-            here, there = self._places.get(hop.link.address), self._places.get(after.link.address)
-            if here and there and here.forwarded >= self.number > there.step and there.last - here.since > limit_s:
-                self.chain.broke(hop.link.address, after.link.address)
-                return self._end(StageLost(f"{hop.link.address} -> {after.link.address}: nothing arrives"))
-        for hop in self.route:
-            hop.link.send(Frame(Kind.PING, self.name, self.epoch, self.number))
+        if len(places) < len(self.route) or min(place.last - place.since for place in places) <= limit_s:
+            return
+        at = next((n for n, place in enumerate(places) if place.step < self.number), len(places))
+        if at > 0 and places[at - 1].forwarded < self.number:
+            return  # it is being computed
+        way = [CLIENT, *(hop.link.address for hop in self.route), CLIENT][at : at + 2]
+        if CLIENT not in way:
+            self.chain.broke(*way)
+        self._end(StageLost(f"{way[0]} -> {way[1]}: nothing arrives"))
 
     # --- Frames ---
 
