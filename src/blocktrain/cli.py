@@ -37,7 +37,15 @@ from blocktrain.errors import BlockTrainError, ConfigError
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
 app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
-for command in (cli_serving.generate, cli_swarm.coordinator, cli_swarm.worker, cli_swarm.token, cli_swarm.doctor, cli_swarm.simulate):
+for command in (
+    cli_serving.generate,
+    cli_serving.serve,
+    cli_swarm.coordinator,
+    cli_swarm.worker,
+    cli_swarm.token,
+    cli_swarm.doctor,
+    cli_swarm.simulate,
+):
     app.command(command)
 
 

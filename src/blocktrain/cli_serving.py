@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,78 @@ def generate(
     else:
         print()
     return 0
+
+
+def serve(
+    run: Run,
+    /,
+    *,
+    stages: Annotated[
+        str | None, Parameter(help="HOST:PORT,HOST:PORT of the stages that hold the blocks; default: all blocks in this process.")
+    ] = None,
+    listen: Annotated[
+        str, Parameter(help="HOST:PORT to serve at; port 0 takes a free one. Any address but loopback needs --key-file.")
+    ] = "127.0.0.1:8000",
+    mode: Annotated[
+        Literal["exact", "speculative"],
+        Parameter(help="What a request gets that names no mode. speculative gives the same bytes, more of them a traversal."),
+    ] = "exact",
+    max_streams: Annotated[int, Parameter(help="Texts generated at once; who finds no place is told to ask again.")] = 8,
+    wire: Annotated[Wires, Parameter(help="How states are rounded between blocks, where a request names nothing else.")] = "bfloat16",
+    key_file: Annotated[Path | None, Parameter(help="Keys of which a client shows one, a line each; made if it is not there.")] = None,
+    tls_cert: Annotated[Path | None, Parameter(help="PEM file with the certificate.")] = None,
+    tls_key: Annotated[Path | None, Parameter(help="PEM file with the certificate's key, where --tls-cert does not hold it too.")] = None,
+    plaintext: Annotated[bool, Parameter(negative=(), help="Plain HTTP off loopback: keys and texts can then be read on the way.")] = False,
+    allow_missing_blocks: Annotated[bool, Parameter(negative=(), help="Answer without the blocks that no stage holds, worse but at all.")] = False,
+) -> int:
+    """Serve a trained run to any client of OpenAI's API, and on a page to chat on. Ctrl-C ends it."""
+    from blocktrain.serving.engine import Engine
+    from blocktrain.serving.host import Door
+
+    existing_run(run)
+    opened = Door(listen, key_file, tls_cert, tls_key, plaintext).open(say)
+    chain, draft = open_chain(run, stages, mode)
+    name = run.resolve().name
+    engine = Engine(chain, name, draft, mode=mode, wire=wire, max_streams=max_streams, allow_missing=allow_missing_blocks)
+    print(f"serving {name} at {opened.url}", flush=True)
+    for line in _first_lines(opened.url, name, key_file if opened.keys else None, tls_cert):
+        print(line, flush=True)
+    opened.serve(engine)
+    say("stopped")
+    return 0
+
+
+def open_chain(run: Path, stages: str | None, mode: str) -> tuple[Any, Any]:
+    """(chain, what drafts for it or None). Where stages are named, theirs are the blocks: they are never replaced by blocks in this process.
+
+    Raises ConfigError where `mode` needs a draft that the run cannot give.
+    """
+    from blocktrain.serving.chain import LocalChain
+    from blocktrain.serving.decoding import OwnDraft
+    from blocktrain.training.checkpoint import load_run
+
+    if stages is not None:
+        raise ConfigError(f"--stages {stages}: stages on other hosts are not part of this version")  # a remote chain goes here, and only here
+    loaded = load_run(run, say)
+    try:
+        draft = OwnDraft(loaded)
+    except ConfigError:
+        if mode == "speculative":
+            raise
+        draft = None
+    return LocalChain(loaded), draft
+
+
+def _first_lines(url: str, name: str, key_file: Path | None, certificate: Path | None) -> list[str]:
+    """A page, and two lines that ask for a text: each can be pasted into a shell."""
+    key = f' -H "Authorization: Bearer $(head -n1 {shlex.quote(str(key_file))})"' if key_file else ""
+    trust = f" --cacert {shlex.quote(str(certificate))}" if certificate else ""
+    body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 40})
+    curl = f"curl -sg{trust}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)} {shlex.quote(url + '/v1/completions')}"
+    client = f"OpenAI(base_url={url + '/v1'!r}, api_key={f'open({str(key_file)!r}).readline().strip()' if key_file else repr('none')})"
+    python = f"from openai import OpenAI; print({client}.completions.create(model={name!r}, prompt='The ', max_tokens=40).choices[0].text)"
+    before = f"SSL_CERT_FILE={shlex.quote(str(certificate))} " if certificate else ""
+    return [f"page: {url}/", curl, f"{before}python3 -c {shlex.quote(python)}"]
 
 
 def sample(run: Any, prompt: bytes, max_bytes: int) -> str:
