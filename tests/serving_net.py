@@ -22,10 +22,11 @@ from blocktrain.serving.decoding import OwnDraft
 from blocktrain.serving.engine import Engine
 from blocktrain.serving.host import make_server
 from blocktrain.web import bind
-from tests.conftest import CLEAN, tiny_config
+from tests.conftest import CLEAN, PAPER, tiny_config
 from tests.integration.test_decoding import made_run
 
 TIMEOUT_S = 30.0
+WINDOWED = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "window": 7}  # sweeps of up to 8 bytes
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Script:
     """A chain that says given bytes, each by its place in the whole text, and does to its callers what a test sets."""
 
     says: bytes = b"abcdefghij" * 1000
-    config: RunConfig = field(default_factory=lambda: tiny_config(objective={**CLEAN, "window": 7}, model={"positions": 64}))
+    config: RunConfig = field(default_factory=lambda: tiny_config(objective=WINDOWED, model={"positions": 64}))
     prompt: int = 1  # length of the prompt that the text comes after
     step_s: float = 0.0
     error: Exception | None = None
