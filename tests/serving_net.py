@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -111,9 +112,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(engine: Engine, key: str = "") -> Iterator[Served]:
-    """An engine over HTTP, in a thread, until the block ends."""
+def serve(engine: Engine, key: str = "", *, buffer: int = 0) -> Iterator[Served]:
+    """An engine over HTTP, in a thread, until the block ends. `buffer`: bytes that the system holds for a slow reader."""
     bound = bind("127.0.0.1", 0)
+    if buffer:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+    engine.cut_s = 0.2
     server = make_server(engine, [key] if key else [], timeout_graceful_shutdown=1)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([bound]),), daemon=True)
     thread.start()

@@ -53,7 +53,7 @@ class Engine:
         self.figures = Figures()
         self.figures.max_streams.set(max_streams)
         self.streams = 0
-        self.stopping = False
+        self.stopping, self.cut_s = False, CUT_S
         self._tasks: set[asyncio.Task[None]] = set()
         if max_streams < 1:
             raise ConfigError(f"--max-streams: must be at least 1, got {max_streams}")
@@ -74,10 +74,11 @@ class Engine:
 
     def check(self, plan: Plan) -> None:
         """Raises ConfigError that names the field, before a place is taken."""
-        if plan.mode == "speculative" and self.draft is None:
-            raise ConfigError("mode: nothing drafts here; this server answers in " + " or ".join(self.modes))
-        if plan.mode == "sweep":
-            check_sweep(self.chain.config, plan.window if plan.window is not None else self.chain.config.objective.window + 1)
+        if plan.mode not in self.modes:
+            needs = "a draft" if plan.mode == "speculative" else "a run that was trained with objective.window"
+            raise ConfigError(f"mode: {plan.mode} needs {needs}; this server answers in {' or '.join(self.modes)}")
+        if plan.mode == "sweep" and plan.window is not None:
+            check_sweep(self.chain.config, plan.window)
 
     def trouble(self, status: ChainStatus | None = None) -> str:
         """Why the blocks cannot answer now; empty while they can."""
@@ -167,10 +168,10 @@ class Engine:
 
     # --- The end ---
 
-    def stop(self, cut_s: float = CUT_S) -> None:
+    def stop(self) -> None:
         """Take nothing new; what runs ends with ServingError after `cut_s` seconds."""
         self.stopping = True
-        asyncio.get_running_loop().call_later(cut_s, self._cut)
+        asyncio.get_running_loop().call_later(self.cut_s, self._cut)
 
     def _cut(self) -> None:
         for task in self._tasks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from blocktrain.serving.compute import Wire
 from blocktrain.serving.decoding import MAX_DRAFT, Mode
@@ -36,11 +36,20 @@ def _list(of: Any, least: int, most: int) -> Any:
     return Annotated[list[of], Field(min_length=least, max_length=most, fail_fast=True)]
 
 
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be text that UTF-8 can say, without half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
 Prompt = Annotated[
-    str | _list(str, 1, 1) | _list(Byte, 0, 1 << 20),
+    Text | _list(Text, 1, 1) | _list(Byte, 0, 1 << 20),
     _said("must be a string, a list of one string, or a list of byte ids from 0 to 255"),
 ]
 Stop = Annotated[StopText | _list(StopText, 0, 4), _said("must be a string or a list of at most 4, none empty or longer than 1024 characters")]
@@ -52,10 +61,10 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
-Content = Annotated[str | _list(Part, 1, 1000), _said('must be a string, or a list of parts {"type": "text", "text": ...}')]
+Content = Annotated[Text | _list(Part, 1, 1000), _said('must be a string, or a list of parts {"type": "text", "text": ...}')]
 
 
 class ChatMessage(BaseModel):
@@ -85,7 +94,7 @@ class Asking(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str
+    model: Text
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
@@ -95,8 +104,8 @@ class Asking(BaseModel):
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Text | None = None
+    metadata: dict[Text, Text] | None = None
     store: bool | None = None
     mode: Mode | None = None
     window: Annotated[int, Field(ge=1, le=1 << 20)] | None = None

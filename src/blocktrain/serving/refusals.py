@@ -61,7 +61,12 @@ def refusal(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message[:500], "type": kind, "param": param[:100] if param else None, "code": code}}
+    return {"error": {"message": _clean(message, 500), "type": kind, "param": _clean(param, 100) if param else None, "code": code}}
+
+
+def _clean(text: str, length: int) -> str:
+    """One line that UTF-8 can say, whatever a caller named a field."""
+    return " ".join(text[:length].encode("utf-8", "replace").decode().split())
 
 
 def response(error: Exception) -> JSONResponse:
