@@ -146,8 +146,14 @@ class PatientProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, self._too_slow) if seconds else None
 
     def _too_slow(self) -> None:
-        if not self.transport.is_closing():
-            self._refuse(408) if self._quiet and (self.cycle is None or self.cycle.response_complete) else self.transport.abort()
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:  # an answer is on its way, and until then no more is read: who waits is us
+            self._wait(HEAD_S)
+        elif self._quiet:
+            self._refuse(408)
+        else:
+            self.transport.abort()
 
     def _refuse(self, code: int) -> None:
         self.transport.write(STATUS_LINE[code] + b"content-length: 0\r\nconnection: close\r\n\r\n")

@@ -45,7 +45,7 @@ GOOD: dict[str, dict[str, Any]] = {
     },
 }
 JUNK = [None, True, -1, 0, 1.5, 1e308, 10**400, "", "x" * 3000, "\x00", "\ud800", [], {}, [[[]]], {"a": {"b": []}}, "../../etc", "NaN", 1 << 63]
-JUNK += [float("nan"), float("inf"), [256] * 300, [0.5], ["a", "b"], 5e-324, "😀" * 100, [None], "\r\n", {"role": "user"}, 1 << 15]
+JUNK += [float("nan"), float("inf"), [256] * 300, [0.5], ["a", "b"], 5e-324, "😀" * 100, [None], "\r\n", {"role": "user"}, (1 << 15) + 1]
 NAMES = ["__proto__", "logit_bias", "tools", "response_format", "x" * 300, "\ud800", "n", "\r\nx: y", "seed", "window", "suffix"]
 
 
@@ -113,6 +113,9 @@ def wrong_types(dice: random.Random, path: str) -> bytes:
         message[name] = dice.choice(JUNK)
     if dice.random() < 0.3:
         message[dice.choice(NAMES)] = dice.choice(JUNK)
+    for name in ("max_tokens", "max_completion_tokens"):  # null is what an honest client may send, and a long text what it may want
+        if name in message and message[name] is None:
+            message[name] = 2
     return json.dumps(message).encode()
 
 

@@ -562,3 +562,18 @@ def test_continuous_usage(told: Served):
     found = events(told, ASK | {"prompt": "tell", "stream_options": {"continuous_usage_stats": True, "include_usage": True}, "max_tokens": 5})
     assert [event["usage"]["completion_tokens"] for event in found] == [1, 2, 3, 4, 5, 5, 5]
     assert WINDOWED["window"] == 7
+
+
+def test_a_head_that_came_during_a_long_answer_is_not_too_slow(script: Script, told: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(web, "HEAD_S", 0.1)
+    script.step_s = 0.02
+    data = json.dumps(ASK | {"prompt": "tell", "max_tokens": 25}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", told.port), timeout=20) as connection:
+        connection.sendall(head + data + b"GET /health HTTP/1.1\r\nhost: ")
+        seen = connection.recv(1 << 16)
+        connection.sendall(b"x\r\n\r\n")
+        while seen.count(b"HTTP/1.1 ") < 2:
+            assert (more := connection.recv(1 << 16)), "the connection was ended"
+            seen += more
+    assert seen.count(b"HTTP/1.1 200 OK") == 2
