@@ -574,6 +574,7 @@ def test_a_head_that_came_during_a_long_answer_is_not_too_slow(script: Script, t
         seen = connection.recv(1 << 16)
         connection.sendall(b"x\r\n\r\n")
         while seen.count(b"HTTP/1.1 ") < 2:
-            assert (more := connection.recv(1 << 16)), "the connection was ended"
+            more = connection.recv(1 << 16)
+            assert more, "the connection was ended"
             seen += more
     assert seen.count(b"HTTP/1.1 200 OK") == 2

@@ -20,7 +20,7 @@ from blocktrain.serving.decoding import Counts, Draft, Mode, OwnDraft, Piece, Pl
 from blocktrain.serving.metrics import Figures
 
 STALL_S = 30.0  # a step that takes longer is not slow, it hangs
-CUT_S = 3.0  # what is running when the server stops may go on for so long
+CUT_S = 2.5  # what is running when the server stops may go on for so long
 STOPPING = "the server is stopping"
 
 T = TypeVar("T")

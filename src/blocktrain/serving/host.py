@@ -26,7 +26,7 @@ from blocktrain.serving.engine import Engine
 from blocktrain.serving.openai import create_app
 from blocktrain.web import bind, parse_address, serving, url_host
 
-GRACE_S = 4  # after CUT_S of the engine, for the last bytes on their way
+GRACE_S = 4  # of which the engine's CUT_S are for texts, the rest for the last bytes on their way
 MOST_KEYS = 1000
 KEY_BYTES = 64 * 1024
 
