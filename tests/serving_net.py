@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import RunConfig
+from blocktrain.errors import ServingError
 from blocktrain.serving.chain import ChainStatus, LocalChain, StageStatus, Step
 from blocktrain.serving.compute import Settings
 from blocktrain.serving.decoding import OwnDraft
 from blocktrain.serving.engine import Engine
-from blocktrain.serving.host import make_server
+from blocktrain.serving.gateway import make_server
 from blocktrain.web import bind
 from tests.conftest import CLEAN, PAPER, tiny_config
 from tests.integration.test_decoding import made_run
@@ -41,20 +42,21 @@ class Script:
     error: Exception | None = None
     error_at: int = 0  # step of a text at which it is raised
     missing: tuple[int, ...] = ()
+    allow_missing: bool = False
     stalled_s: float = 0.0
     opened: int = 0
     closed: int = 0
     steps: int = 0
-    skips: list[tuple[int, ...]] = field(default_factory=list)
 
     def status(self) -> ChainStatus:
         stages = [StageStatus("10.0.0.7:7801", "a", (0, 2), "up"), StageStatus("10.0.0.8:7801", "b", (2, 3), "down", "connection refused")]
         stages = stages if self.missing else [replace(stage, state="up", reason="") for stage in stages]
         return ChainStatus(stages, list(self.missing), self.stalled_s)
 
-    async def open(self, settings: Settings) -> ScriptText:
+    async def open(self, settings: Settings, enter: int = 0) -> ScriptText:
+        if self.missing and (not self.allow_missing or len(self.missing) == self.config.model.blocks):
+            raise ServingError(f"no stage holds block {self.missing[0]} now (10.0.0.8:7801: connection refused)")
         self.opened += 1
-        self.skips.append(settings.skip)
         return ScriptText(self)
 
     async def close(self) -> None: ...
@@ -63,6 +65,7 @@ class Script:
 class ScriptText:
     def __init__(self, script: Script) -> None:
         self.script, self.steps, self.open = script, 0, True
+        self.missing = script.missing
 
     async def step(self, step: Step) -> Tensor:
         script = self.script

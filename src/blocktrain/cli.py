@@ -40,6 +40,7 @@ app = App(name="blocktrain", help="Train and serve one language model on machine
 for command in (
     cli_serving.generate,
     cli_serving.serve,
+    cli_serving.stage,
     cli_swarm.coordinator,
     cli_swarm.worker,
     cli_swarm.token,
@@ -123,10 +124,24 @@ def evaluate(
         tuple[str, ...],
         Parameter("--set", negative=(), consume_multiple=False, help="objective.start, objective.readout or evaluate.* for this evaluation only."),
     ] = (),
+    stages: cli_serving.Stages = None,
+    wire: cli_serving.WireOption = "bfloat16",
+    allow_missing_blocks: cli_serving.AllowMissing = False,
+    key_file: cli_serving.KeyFile = None,
+    tls_ca: cli_serving.Authority = None,
     json_: Json = False,
 ) -> int:
-    """The five numbers of a trained run on its held-out text (CE in nats per byte)."""
+    """The five numbers of a trained run on its held-out text (CE in nats per byte).
+
+    With --stages only the headline, as those hosts serve it: one traversal for each held-out window.
+    """
     settings = load_config(existing_run(run))
+    if stages is not None:
+        if set_:
+            raise ConfigError("--set: cannot be given with --stages, which serve the run as it was trained")
+        return cli_serving.evaluate_stages(
+            run, settings, cli_serving.Source(run, stages, None, False, allow_missing_blocks, key_file, tls_ca), wire, json_
+        )
     overrides: dict[str, Any] = {}
     for text in set_:
         fields = parse_assignment(text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,16 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from blocktrain.cli_common import Json, Run, existing_run, say
+from blocktrain.cli_common import Json, Run, existing_run, out, say
+from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import ConfigError
 
 Wires = Literal["float32", "bfloat16", "int8"]
+WireOption = Annotated[Wires, Parameter(help="How states are rounded between blocks, whether or not a wire is there.")]
+Stages = Annotated[str | None, Parameter(help="Hosts of the blocks, HOST:PORT with commas; each says which blocks it has. Default: this machine.")]
+AllowMissing = Annotated[bool, Parameter(negative=(), help="Go on without a block that no stage has; it is said, and costs quality.")]
+KeyFile = Annotated[Path | None, Parameter(help="File with the key that stages and their clients share.")]
+Authority = Annotated[Path | None, Parameter(help="PEM certificates that stages' certificates must be signed by; without it, no TLS.")]
 
 
 def generate(
@@ -38,20 +46,28 @@ def generate(
     draft: Annotated[Path | None, Parameter(help="speculative: another run folder that drafts, instead of this run's first blocks.")] = None,
     draft_bytes: Annotated[int | None, Parameter(help="speculative: bytes drafted for each traversal; default: follows what is accepted.")] = None,
     window: Annotated[int | None, Parameter(help="sweep: bytes a traversal; default: the most that the run was trained for.")] = None,
-    wire: Annotated[Wires, Parameter(help="How states are rounded between blocks, whether or not a wire is there.")] = "bfloat16",
+    wire: WireOption = "bfloat16",
+    stages: Stages = None,
+    allow_missing_blocks: AllowMissing = False,
+    key_file: KeyFile = None,
+    tls_ca: Authority = None,
     json_: Json = False,
 ) -> int:
-    """Text from a trained run; always valid UTF-8. The prompt is not repeated."""
+    """Text from a trained run; always valid UTF-8. The prompt is not repeated.
+
+    With --stages the blocks are on other hosts, and the text is the same to the byte.
+    """
     from blocktrain.serving.decoding import Plan
-    from blocktrain.training.checkpoint import load_run
 
     plan = Plan(mode, *_plan_parts(temperature, top_p, seed, max_bytes, wire, draft_bytes), window=window)
     existing_run(run)
-    loaded = load_run(run, say)
-    other = None if draft is None else load_run(draft, say)
-    data, counts = asyncio.run(_generate(loaded, other, plan, os.fsencode(prompt), None if json_ else _show))
+    source = Source(run, stages, draft if mode == "speculative" else None, mode == "speculative", allow_missing_blocks, key_file, tls_ca)
+    data, counts = asyncio.run(_generate(source, plan, os.fsencode(prompt), None if json_ else _show))
+    if counts.missing:
+        say(f"note: without block {', '.join(map(str, counts.missing))}, which no stage has")
     if json_:
-        said = {"mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p, "traversals": counts.traversals}
+        said: dict[str, Any] = {"mode": mode, "seed": seed, "temperature": temperature, "top_p": top_p, "traversals": counts.traversals}
+        said["missing_blocks"] = list(counts.missing)
         print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data), **said, "acceptance": counts.acceptance}))
     else:
         print()
@@ -62,9 +78,6 @@ def serve(
     run: Run,
     /,
     *,
-    stages: Annotated[
-        str | None, Parameter(help="HOST:PORT,HOST:PORT of the stages that hold the blocks; default: all blocks in this process.")
-    ] = None,
     listen: Annotated[
         str, Parameter(help="HOST:PORT to serve at; port 0 takes a free one. Any address but loopback needs --key-file.")
     ] = "127.0.0.1:8000",
@@ -73,49 +86,59 @@ def serve(
         Parameter(help="What a request gets that names no mode. speculative gives the same bytes, more of them a traversal."),
     ] = "exact",
     max_streams: Annotated[int, Parameter(help="Texts generated at once; who finds no place is told to ask again.")] = 8,
-    wire: Annotated[Wires, Parameter(help="How states are rounded between blocks, where a request names nothing else.")] = "bfloat16",
-    key_file: Annotated[Path | None, Parameter(help="Keys of which a client shows one, a line each; made if it is not there.")] = None,
+    wire: WireOption = "bfloat16",
+    stages: Stages = None,
+    allow_missing_blocks: AllowMissing = False,
+    stages_key_file: KeyFile = None,
+    stages_tls_ca: Authority = None,
+    key_file: Annotated[Path | None, Parameter(help="Keys of which whoever asks here shows one, a line each; made if it is not there.")] = None,
     tls_cert: Annotated[Path | None, Parameter(help="PEM file with the certificate.")] = None,
     tls_key: Annotated[Path | None, Parameter(help="PEM file with the certificate's key, where --tls-cert does not hold it too.")] = None,
     plaintext: Annotated[bool, Parameter(negative=(), help="Plain HTTP off loopback: keys and texts can then be read on the way.")] = False,
-    allow_missing_blocks: Annotated[bool, Parameter(negative=(), help="Answer without the blocks that no stage holds, worse but at all.")] = False,
 ) -> int:
-    """Serve a trained run to any client of OpenAI's API, and on a page to chat on. Ctrl-C ends it."""
-    from blocktrain.serving.engine import Engine
-    from blocktrain.serving.host import Door
+    """Serve a trained run to any client of OpenAI's API, and on a page to chat on. Ctrl-C ends it.
+
+    With --stages the blocks are on other hosts; they are never replaced by blocks in this process.
+    """
+    from blocktrain.serving.gateway import Door
 
     existing_run(run)
+    if max_streams < 1:
+        raise ConfigError(f"--max-streams: must be at least 1, got {max_streams}")
     opened = Door(listen, key_file, tls_cert, tls_key, plaintext).open(say)
-    chain, draft = open_chain(run, stages, mode)
-    name = run.resolve().name
-    engine = Engine(chain, name, draft, mode=mode, wire=wire, max_streams=max_streams, allow_missing=allow_missing_blocks)
-    print(f"serving {name} at {opened.url}", flush=True)
-    for line in _first_lines(opened.url, name, key_file if opened.keys else None, tls_cert):
-        print(line, flush=True)
-    opened.serve(engine)
+    source = Source(run, stages, None, True, allow_missing_blocks, stages_key_file, stages_tls_ca)
+
+    async def until_stopped() -> None:
+        from blocktrain.serving.engine import Engine
+
+        chain, draft = await _chain_and_draft(source, mode)
+        name = run.resolve().name
+        engine = Engine(chain, name, draft, mode=mode, wire=wire, max_streams=max_streams, allow_missing=allow_missing_blocks)
+        print(f"serving {name} at {opened.url}", flush=True)
+        for line in _first_lines(opened.url, name, key_file if opened.keys else None, tls_cert):
+            print(line, flush=True)
+        await opened.serve(engine)
+
+    asyncio.run(until_stopped())
     say("stopped")
     return 0
 
 
-def open_chain(run: Path, stages: str | None, mode: str) -> tuple[Any, Any]:
-    """(chain, what drafts for it or None). Where stages are named, theirs are the blocks: they are never replaced by blocks in this process.
-
-    Raises ConfigError where `mode` needs a draft that the run cannot give.
-    """
-    from blocktrain.serving.chain import LocalChain
+async def _chain_and_draft(source: Source, mode: str) -> tuple[Any, Any]:
+    """The blocks and what drafts for them; None where the run gives no draft and none is asked for."""
+    from blocktrain.errors import CheckpointError
     from blocktrain.serving.decoding import OwnDraft
     from blocktrain.training.checkpoint import load_run
 
-    if stages is not None:
-        raise ConfigError(f"--stages {stages}: stages on other hosts are not part of this version")  # a remote chain goes here, and only here
-    loaded = load_run(run, say)
+    loaded = load_run(source.run, say) if source.stages is None else None
     try:
-        draft = OwnDraft(loaded)
-    except ConfigError:
+        draft = source.drafter() if loaded is None else OwnDraft(loaded)
+    except (ConfigError, CheckpointError) as error:
         if mode == "speculative":
             raise
+        say(f"note: no speculative mode here: {error}")
         draft = None
-    return LocalChain(loaded), draft
+    return await source.chain(loaded), draft
 
 
 def _first_lines(url: str, name: str, key_file: Path | None, certificate: Path | None) -> list[str]:
@@ -134,7 +157,160 @@ def sample(run: Any, prompt: bytes, max_bytes: int) -> str:
     """A text after a prompt from a loaded run."""
     from blocktrain.serving.decoding import Plan
 
-    return asyncio.run(_generate(run, None, Plan(max_bytes=max_bytes), prompt, None))[0].decode("utf-8", "replace")
+    return asyncio.run(_generate(Source(run.folder, None), Plan(max_bytes=max_bytes), prompt, None, run))[0].decode("utf-8", "replace")
+
+
+def stage(
+    run: Run,
+    /,
+    *,
+    listen: Annotated[str, Parameter(help="HOST:PORT; port 0 takes a free one.")] = "127.0.0.1:0",
+    block: Annotated[
+        str | None, Parameter(help="Blocks to serve: 2, 0-1 or 0,1. Default: as many as free memory holds, those that --peers lack.")
+    ] = None,
+    peers: Annotated[
+        str | None, Parameter(help="Other stages of the run, HOST:PORT with commas: this one takes the blocks with fewest copies.")
+    ] = None,
+    max_texts: Annotated[int, Parameter(help="Texts remembered at once; more are refused.")] = 64,
+    key_file: KeyFile = None,
+    tls_cert: Annotated[Path | None, Parameter(help="PEM certificate (chain) of this stage.")] = None,
+    tls_key: Annotated[Path | None, Parameter(help="PEM private key of that certificate.")] = None,
+    tls_ca: Authority = None,
+    plaintext: Annotated[bool, Parameter(negative=(), help="Listen off loopback without TLS: for networks that are trusted.")] = False,
+) -> int:
+    """Serve blocks of a run to `generate`, `evaluate` and `serve` on other hosts.
+
+    RUN needs only run.toml and of its newest checkpoint progress.json, the interface and the blocks served here. Weights are checked by digest.
+    """
+    from blocktrain.serving import host
+
+    target = host.parse_target(listen, "--listen")
+    if not 1 <= max_texts <= 1 << 16:
+        raise ConfigError(f"--max-texts: must be between 1 and {1 << 16}, got {max_texts}")
+    secrets = host.read_secrets(key_file, tls_cert, tls_key, tls_ca, make_key=True)
+    host.check_listen(target, secrets, plaintext)
+    settings = load_config(existing_run(run))
+    return asyncio.run(_stage(run, settings, target, block, peers, max_texts, secrets))
+
+
+async def _stage(run: Path, settings: RunConfig, target: str, block: str | None, peers: str | None, max_texts: int, secrets: Any) -> int:
+    from blocktrain.serving import host
+
+    addresses = [host.parse_target(text, "--peers") for text in (peers or "").split(",") if text.strip()]
+    free, each = await asyncio.to_thread(_memory, settings)
+    if block is not None:
+        blocks = host.parse_blocks(block, settings.model.blocks)
+        _require_room(len(blocks), free, each)
+    else:
+        held = await host.ask_peers(addresses, secrets, say)
+        blocks = host.place(settings.model.blocks, _require_room(1, free, each), held)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C ends it
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return await host.serve_stage(host.StageOptions(run, blocks, target, max_texts, free), secrets, say, stop)
+
+
+def _memory(settings: RunConfig) -> tuple[int, list[int]]:
+    """(bytes free on the device, bytes of the interface and of one block's weights)."""
+    from blocktrain.report.accounting import count_blocks, count_interface
+    from blocktrain.report.measure import available_memory
+    from blocktrain.training.hardware import choose_hardware
+
+    each = [4 * count_interface(settings).all, 4 * count_blocks(settings, range(1)).all]
+    return available_memory(choose_hardware(settings.train).device), each
+
+
+def _require_room(blocks: int, free: int, each: list[int]) -> int:
+    """How many blocks fit; raises MemoryLimitError where fewer than `blocks` do."""
+    from blocktrain.errors import MemoryLimitError
+
+    room = int((free * 0.9 - each[0]) // each[1])
+    if room < blocks:
+        raise MemoryLimitError(f"--block: {blocks} block(s) need {each[0] + blocks * each[1]:,} bytes of memory, {int(free * 0.9):,} are free here")
+    return room
+
+
+class Source:
+    """Where text comes from: a run on this machine, or stages."""
+
+    def __init__(
+        self,
+        run: Path,
+        stages: str | None,
+        draft: Path | None = None,
+        drafts: bool = False,
+        allow_missing_blocks: bool = False,
+        key_file: Path | None = None,
+        authority: Path | None = None,
+    ) -> None:
+        self.run, self.draft, self.drafts, self.allow_missing_blocks = run, draft, drafts, allow_missing_blocks
+        self.stages, self.key_file, self.authority = stages, key_file, authority
+
+    async def chain(self, loaded: Any = None) -> Any:
+        """Raises ServingError where the stages do not hold every block."""
+        if self.stages is None:
+            from blocktrain.serving.chain import LocalChain
+            from blocktrain.training.checkpoint import load_run
+
+            return LocalChain(loaded or load_run(self.run, say))
+        from blocktrain.serving import host
+        from blocktrain.serving.pipeline import RemoteChain
+
+        addresses = [host.parse_target(text, "--stages") for text in self.stages.split(",") if text.strip()]
+        if not addresses:
+            raise ConfigError("--stages: names no stage")
+        secrets = host.read_secrets(self.key_file, None, None, self.authority)
+        chain = RemoteChain(host.expected_of(self.run, say), addresses, secrets, self.allow_missing_blocks)
+        try:
+            await chain.ready()
+        except BaseException:
+            await chain.close()
+            raise
+        return chain
+
+    def drafter(self) -> Any:
+        """The draft model, on this machine; None where none is wanted."""
+        from blocktrain.serving.decoding import OtherDraft, OwnDraft, check_own_draft
+        from blocktrain.training.checkpoint import load_run
+
+        if not self.drafts:
+            return None
+        if self.draft is not None:
+            return OtherDraft(load_run(self.draft, say))
+        depth = load_config(self.run / "run.toml").objective.span
+        check_own_draft(load_config(self.run / "run.toml"), depth)
+        return OwnDraft(load_run(self.run, say, range(depth)))
+
+
+def evaluate_stages(run: Path, settings: RunConfig, source: Source, wire: Wires, as_json: bool) -> int:
+    """The headline figure through stages."""
+    import time
+
+    from blocktrain.serving.compute import Settings
+    from blocktrain.serving.scoring import score
+    from blocktrain.training.data import heldout_windows, load_corpus
+
+    corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
+    windows = heldout_windows(corpus.heldout, settings.model.positions, settings.evaluate.windows)
+
+    async def served() -> tuple[Any, tuple[int, ...]]:
+        chain = await source.chain()
+        try:
+            return await score(chain, windows, Settings(wire))
+        finally:
+            await chain.close()
+
+    began = time.perf_counter()
+    ce, missing = asyncio.run(served())
+    headline, seconds = float(ce.mean()), time.perf_counter() - began
+    figures = {"headline_ce": headline, "windows": len(windows), "wire": wire, "missing_blocks": list(missing), "seconds": seconds}
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    lacking = f", without block {', '.join(map(str, missing))}" if missing else ""
+    out.print(f"headline CE {headline:.4f} nats per byte as served: {len(windows)} windows, one traversal each, states as {wire}{lacking}")
+    return 0
 
 
 def _plan_parts(temperature: float, top_p: float, seed: int, max_bytes: int, wire: Wires, draft_bytes: int | None) -> tuple[Any, ...]:
@@ -159,18 +335,19 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _generate(run: Any, other: Any, plan: Any, prompt: bytes, show: Callable[[str], None] | None) -> tuple[bytes, Any]:
-    from blocktrain.serving.chain import LocalChain
-    from blocktrain.serving.decoding import Counts, OtherDraft, OwnDraft, generate
+async def _generate(source: Source, plan: Any, prompt: bytes, show: Callable[[str], None] | None, loaded: Any = None) -> tuple[bytes, Any]:
+    from blocktrain.serving.decoding import Counts, generate
     from blocktrain.serving.text import TextStream
 
-    drafter = (OwnDraft(run) if other is None else OtherDraft(other)) if plan.mode == "speculative" else None
-    chain, stream, counts, data = LocalChain(run), TextStream(), Counts(), b""
-    async for piece in generate(chain, plan, prompt, drafter, counts):
-        data += bytes(piece.ids)
+    drafter = source.drafter()
+    chain, stream, counts, data = await source.chain(loaded), TextStream(), Counts(), b""
+    try:
+        async for piece in generate(chain, plan, prompt, drafter, counts):
+            data += bytes(piece.ids)
+            if show:
+                show(stream.feed(bytes(piece.ids)))
         if show:
-            show(stream.feed(bytes(piece.ids)))
-    if show:
-        show(stream.end())
-    await chain.close()
+            show(stream.end())
+    finally:
+        await chain.close()
     return data, counts

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,53 @@ def run_with_one_worker(tokens: list[str], folder: Path) -> None:
         assert "finished" in said
 
 
-def test_the_readme_commands_work_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+class Hosts:
+    """Commands of the README that keep running, on ports that are free here; the commands after them are given those ports."""
+
+    def __init__(self) -> None:
+        self.ports: dict[str, str] = {}
+        self.running: list[subprocess.Popen[str]] = []
+
+    def moved(self, tokens: list[str]) -> list[str]:
+        for stated, port in self.ports.items():
+            tokens = [token.replace(stated, port) for token in tokens]
+        return tokens
+
+    def start(self, tokens: list[str]) -> None:
+        """Until it says where it listens."""
+        at = tokens.index("--listen") + 1
+        stated, tokens[at] = tokens[at], "127.0.0.1:0"
+        command = [sys.executable, "-m", "blocktrain", *self.moved(tokens)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        self.running.append(process)
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if found := re.search(r"127\.0\.0\.1:\d+", line):
+                self.ports[stated] = found[0]
+                return
+        pytest.fail(f"{tokens[0]} ended: {said}")
+
+    def end(self) -> None:
+        for process in self.running:
+            process.send_signal(signal.SIGTERM)
+        for process in self.running:
+            assert process.wait(timeout=30) == 0
+            assert process.stderr is not None
+            process.stderr.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts()
+    yield made
+    made.end()
+
+
+def test_the_readme_commands_work_one_after_another(
+    tmp_path: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Every blocktrain command of the README, in its order, in one folder; only the training is shortened."""
     monkeypatch.chdir(tmp_path)
     lines = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
@@ -86,7 +134,10 @@ def test_the_readme_commands_work_one_after_another(tmp_path: Path, monkeypatch:
         if tokens[0] == "coordinator" and "--status" not in tokens:
             run_with_one_worker(tokens, tmp_path)
             continue
-        assert cli.run(tokens) == 0, (text, capsys.readouterr().err)
+        if tokens[0] in ("stage", "serve"):
+            hosts.start(tokens)
+            continue
+        assert cli.run(hosts.moved(tokens)) == 0, (text, capsys.readouterr().err)
     out = capsys.readouterr().out
     assert "headline CE" in out
     assert "worker / end-to-end" in out

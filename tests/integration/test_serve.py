@@ -25,7 +25,7 @@ from cryptography.x509.oid import NameOID
 
 from blocktrain import cli, cli_serving
 from blocktrain.errors import ConfigError
-from blocktrain.serving.host import Door, is_loopback, read_keys
+from blocktrain.serving.gateway import Door, is_loopback, read_keys
 from blocktrain.web import bind, parse_address, url_host
 from tests.conftest import write_text
 from tests.integration.test_cli import QUICK

@@ -679,7 +679,7 @@ def test_a_run_ends_when_every_block_has_taken_its_steps():
     assert story.told["a"] == Answer("finished", "all blocks have taken their 25 steps") and not story.told["a"].refused
     assert story.block().tokens == 25 * SAMPLES * TOKENS
     assert figures(story.state, 500.0).blocks[0].state == "done"
-    assert figures(story.state, 500.0).blocks[0].reason == "done: all its 25 steps are leased or counted"
+    assert figures(story.state, 500.0).blocks[0].reason == "done: none of its 25 steps is left to give"
     story.send(ChangeRules(500.0, replace(story.rules, target_steps=26)))
     assert story.act("a", "join").kind == "ok" and story.act("a", "ask").kind == "assigned"  # it goes on
 

@@ -96,7 +96,8 @@ def token_text(byte: int) -> str:
 
 
 def usage(prompt: bytes, choices: list[Choice]) -> dict[str, Any]:
-    """Bytes; `traversals` is ours, drafts go under OpenAI's names for predicted output."""
+    """Bytes; `traversals` and `missing_blocks` are ours, drafts go under OpenAI's names for predicted output."""
+    missing = sorted({block for choice in choices for block in choice.counts.missing})
     made = sum(choice.bytes for choice in choices)
     drafted, accepted = (sum(getattr(choice.counts, name) for choice in choices) for name in ("drafted", "accepted"))
     return {
@@ -105,7 +106,7 @@ def usage(prompt: bytes, choices: list[Choice]) -> dict[str, Any]:
         "total_tokens": len(prompt) + made,
         "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted},
         "traversals": sum(choice.counts.traversals for choice in choices),
-    }
+    } | ({"missing_blocks": missing} if missing else {})
 
 
 class CompletionShape:

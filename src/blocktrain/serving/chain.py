@@ -37,6 +37,11 @@ class Step:
 class Text(Protocol):
     """One text being extended."""
 
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Blocks that were left out since no stage has them."""
+        ...
+
     async def step(self, step: Step) -> Tensor:
         """One traversal -> logits (T - want, V) float32. Raises ServingError when it cannot be done."""
         ...
@@ -75,7 +80,9 @@ class Chain(Protocol):
 
     def status(self) -> ChainStatus: ...
 
-    async def open(self, settings: Settings) -> Text: ...
+    async def open(self, settings: Settings, enter: int = 0) -> Text:
+        """A text whose steps enter at block `enter`."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -155,7 +162,7 @@ class LocalChain:
         since, blocks = self.batcher.busy_since, self.config.model.blocks
         return ChainStatus([StageStatus("", "local", (0, blocks), "up")], [], 0.0 if since is None else time.monotonic() - since)
 
-    async def open(self, settings: Settings) -> LocalText:
+    async def open(self, settings: Settings, enter: int = 0) -> LocalText:
         return LocalText(self.batcher, settings)
 
     async def close(self) -> None:
@@ -163,6 +170,8 @@ class LocalChain:
 
 
 class LocalText:
+    missing = ()
+
     def __init__(self, batcher: Batcher, settings: Settings) -> None:
         self.batcher, self.settings = batcher, settings
         self.memory = TextMemory()

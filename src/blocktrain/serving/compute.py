@@ -60,6 +60,7 @@ class Job:
     z: Tensor | None = None  # (T, E)
     want: int = 0  # logits are made from this new position on
     read: bool = False  # logits of the last block here, though there are blocks after it
+    stop: int | None = None  # the block after the last one to run here; None: the last one here
 
 
 @dataclass
@@ -96,18 +97,21 @@ class BlockRunner:
 
     def blocks(self, job: Job) -> list[int]:
         """The blocks here that a job runs through."""
-        return [b for b in range(max(self.first, job.enter), self.stop) if b not in job.settings.skip]
+        return [b for b in range(max(self.first, job.enter), self._stop(job)) if b not in job.settings.skip]
+
+    def _stop(self, job: Job) -> int:
+        return self.stop if job.stop is None else job.stop
 
     def left_over(self, job: Job) -> list[int]:
         """The blocks of the whole run after these."""
-        return [b for b in range(self.stop, self.config.model.blocks) if b not in job.settings.skip]
+        return [b for b in range(self._stop(job), self.config.model.blocks) if b not in job.settings.skip]
 
     def run(self, jobs: Sequence[Job]) -> list[Result]:
         """Run jobs of different texts together. The caller has checked shapes and ranges."""
         rows = [_Rows(job) for job in jobs]
         groups: dict[tuple[object, ...], list[_Rows]] = {}
         for row in rows:
-            groups.setdefault((row.job.settings, row.job.enter, row.job.read), []).append(row)
+            groups.setdefault((row.job.settings, row.job.enter, row.job.stop, row.job.read), []).append(row)
         for group in groups.values():
             self._prepare(group)
             for tile in _tiles(group):
@@ -137,7 +141,7 @@ class BlockRunner:
         job = tile[0][0].job
         device, model = self.hardware.device, self.config.model
         x = torch.zeros(1, TILE, dtype=torch.long)
-        state = torch.zeros(1, TILE, model.width) if self.chained and job.enter > 0 else None
+        state = torch.zeros(1, TILE, model.width) if job.state is not None else None
         z = torch.zeros(1, TILE, model.embed_dim) if job.z is not None else None
         for rows, begin, row, count in tile:
             new, here = slice(begin, begin + count), slice(row, row + count)

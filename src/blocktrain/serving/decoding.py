@@ -48,6 +48,7 @@ class Counts:
     bytes: int = 0
     drafted: int = 0
     accepted: int = 0
+    missing: tuple[int, ...] = ()  # blocks that were left out, since no stage has them
     prompt_s: float = 0.0  # until the first piece
     seconds: float = 0.0
 
@@ -305,13 +306,14 @@ async def generate(chain: Chain, plan: Plan, prompt: bytes, draft: Draft | None 
     width = plan.window if plan.window is not None else chain.config.objective.window + 1
     if plan.mode == "sweep":
         check_sweep(chain.config, width)
-    text = await chain.open(plan.settings)
+    opened = draft.open(plan.settings) if draft is not None and plan.mode == "speculative" else None
+    text = await chain.open(plan.settings, opened.enter if opened else 0)
     try:
         if plan.mode == "exact":
             pieces = exact(text, capacity, prompt, plan.max_bytes, plan.sampling, counts)
         elif plan.mode == "speculative":
-            assert draft is not None
-            opened, length = draft.open(plan.settings), DraftLength(plan.draft_length)
+            assert opened is not None
+            length = DraftLength(plan.draft_length)
             pieces = speculative(text, opened, capacity, prompt, plan.max_bytes, plan.sampling, length, counts)
         else:
             pieces = sweep(text, capacity, prompt, plan.max_bytes, plan.sampling, width, counts)
@@ -320,6 +322,7 @@ async def generate(chain: Chain, plan: Plan, prompt: bytes, draft: Draft | None 
                 counts.prompt_s = time.perf_counter() - began
             counts.bytes += len(piece.ids)
             counts.seconds = time.perf_counter() - began
+            counts.missing = text.missing
             yield piece
     finally:
         await text.close()

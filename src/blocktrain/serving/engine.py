@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from blocktrain.errors import BusyError, ConfigError, ServingError
 from blocktrain.serving.chain import Chain, ChainStatus
 from blocktrain.serving.compute import Wire
-from blocktrain.serving.decoding import Counts, Draft, Mode, OwnDraft, Piece, Plan, check_sweep, generate
+from blocktrain.serving.decoding import Counts, Draft, Mode, Piece, Plan, check_sweep, generate
 from blocktrain.serving.metrics import Figures
 
 STALL_S = 30.0  # a step that takes longer is not slow, it hangs
@@ -113,24 +112,14 @@ class Engine:
         self.figures.streams.set(self.streams)
 
     async def pieces(self, plan: Plan, prompt: bytes, counts: Counts) -> AsyncGenerator[Piece, None]:
-        """`decoding.generate` over what is there of the chain. Raises ServingError where too little is, ConfigError like `check`."""
+        """`decoding.generate`, counted. Raises ServingError where the chain cannot answer, ConfigError like `check`."""
         self.check(plan)
-        plan = replace(plan, settings=replace(plan.settings, skip=self._skipped(plan.mode)))
         try:
             async with contextlib.aclosing(generate(self.chain, plan, prompt, self.draft, counts)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
                     yield piece
         finally:
             self.figures.count(counts)
-
-    def _skipped(self, mode: Mode) -> tuple[int, ...]:
-        """The missing blocks that a generation goes without; what a draft computes here is not missing."""
-        status = self.chain.status()
-        enter = self.draft.enter if mode == "speculative" and isinstance(self.draft, OwnDraft) else 0
-        missing = tuple(b for b in status.missing if b >= enter)
-        if missing and (not self.allow_missing or len(status.missing) == self.chain.config.model.blocks):
-            raise ServingError(_missing(status))
-        return missing
 
     async def together(self, streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """What several streams give, as it comes. Each waits while nobody takes what it has; closing this ends and awaits them all."""

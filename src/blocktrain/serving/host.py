@@ -1,159 +1,204 @@
-"""The process that serves: its address, keys and certificate, and how it ends.
+"""The life of a stage process, and how a client or stage finds others: placement, loading, the key and certificates.
 
-Loopback asks for nothing. Any other address needs a key (whoever reaches the port can use the machine) and TLS, unless plain HTTP is asked for by
-name. On SIGINT or SIGTERM nothing new is taken; what runs may go on for CUT_S seconds, then its reader is told and the process ends with code 0.
+A stage listens before it loads, so that whoever asks is told that it is loading, or why that failed; then it ends, and its port and memory with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
+import logging
 import os
-import secrets
-import signal
-import socket
-import ssl
-from collections.abc import Callable
+import re
+import secrets as random_secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import uvicorn
+import grpc.aio
 
-from blocktrain.errors import ConfigError
-from blocktrain.serving.engine import Engine
-from blocktrain.serving.openai import create_app
-from blocktrain.web import bind, parse_address, serving, url_host
+from blocktrain.config import RunConfig, load_config
+from blocktrain.errors import BlockTrainError, ConfigError, ProtocolError
+from blocktrain.model.transformer import VOCABULARY
+from blocktrain.serving.compute import BlockRunner
+from blocktrain.serving.frames import PROTOCOL, HelloReply, HelloRequest, Shape, read_message
+from blocktrain.serving.pipeline import Expected
+from blocktrain.serving.server import SERVICE, Secrets, StageServer, describe
+from blocktrain.serving.stage import Stage
+from blocktrain.training.checkpoint import LoadedRun, block_file, latest_checkpoint, load_run
 
-GRACE_S = 4  # of which the engine's CUT_S are for texts, the rest for the last bytes on their way
-MOST_KEYS = 1000
-KEY_BYTES = 64 * 1024
+FAILED_S = 2.0  # for which a stage that could not load still says why
+log = logging.getLogger("blocktrain.stage")
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where to listen, and who may come in."""
+class StageOptions:
+    """What a stage process is told."""
 
-    listen: str = "127.0.0.1:8000"
-    key_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    plaintext: bool = False
+    run: Path
+    blocks: range
+    listen: str
+    max_texts: int
+    free_memory: int
 
-    def open(self, say: Callable[[str], None]) -> Opened:
-        """Take the address. Raises ConfigError that names the flag."""
-        host, port = parse_address(self.listen, "127.0.0.1:8000")
-        self._check(host)
-        files = self._tls_files()
-        keys = read_keys(self.key_file, say) if self.key_file else []
-        bound = bind(host, port)
-        return Opened(host, bound, keys, files)
 
-    def _check(self, host: str) -> None:
-        tls = self.tls_cert is not None
-        if self.tls_key is not None and not tls:
-            raise ConfigError("--tls-key: goes with --tls-cert")
-        if is_loopback(host):
-            return
-        if self.key_file is None:
-            raise ConfigError(f"--listen {self.listen}: off loopback whoever reaches it could use it; add --key-file FILE (made if it is not there)")
-        if not tls and not self.plaintext:
-            raise ConfigError(
-                f"--listen {self.listen}: off loopback keys and texts could be read on the way; add --tls-cert and --tls-key or --plaintext"
-            )
+def expected_of(run: Path, warn: Callable[[str], None]) -> Expected:
+    """What stages of a run must be, from its folder here: the settings, and digests where there is a checkpoint."""
+    config = load_config(run / "run.toml")
+    checkpoint = latest_checkpoint(run, warn, names=())
+    if checkpoint is None:
+        return Expected(config, config.digest, {})
+    return Expected(config, checkpoint.progress.config_digest, checkpoint.progress.files)
 
-    def _tls_files(self) -> dict[str, Any]:
-        if self.tls_cert is None:
-            return {}
-        files = {"ssl_certfile": str(self.tls_cert), "ssl_keyfile": str(self.tls_key) if self.tls_key else None}
+
+def shape_of(config: RunConfig) -> Shape:
+    model = config.model
+    return Shape(model.positions, model.width, model.embed_dim, VOCABULARY, model.blocks)
+
+
+async def serve_stage(options: StageOptions, secrets: Secrets, say: Callable[[str], None], stop: asyncio.Event) -> int:
+    """Until `stop`; the exit code. Raises ConfigError where the address cannot be had, and what loading raises."""
+    server = StageServer(secrets)
+    shape = shape_of(load_config(options.run / "run.toml"))
+    try:
+        port = await server.start(options.listen, shape.max_bytes)
+    except RuntimeError:
+        raise ConfigError(f"--listen {options.listen}: this address cannot be listened on (in use, or not one of this machine's)") from None
+    try:
+        loaded = await _load(server, options, say)
+        host = options.listen.rpartition(":")[0]
+        blocks = f"block {options.blocks[0]}" if len(options.blocks) == 1 else f"blocks {options.blocks[0]} to {options.blocks[-1]}"
+        say(f"stage {server.node}: {blocks} of {options.run}, {server.stage and server.stage.runner.hardware}, step {loaded.progress.step}")
+        say(f"address: {host}:{port}")
+        await stop.wait()
+        return 0
+    finally:
+        await server.stop()
+
+
+async def _load(server: StageServer, options: StageOptions, say: Callable[[str], None]) -> LoadedRun:
+    """The weights, checked by digest. If that fails, whoever asks is told for a moment, and the error goes on."""
+
+    def load() -> tuple[LoadedRun, Stage]:
+        run = load_run(options.run, say, options.blocks)
+        return run, Stage(BlockRunner(run, options.blocks.start, options.blocks.stop), options.max_texts)
+
+    try:
+        run, stage = await asyncio.to_thread(load)
+    except (BlockTrainError, OSError, MemoryError, RuntimeError) as error:
+        reason = str(error) or type(error).__name__
+        server.hello = lambda: HelloReply(protocol=list(PROTOCOL), node=server.node, state="failed", reason=reason[:300])
+        await asyncio.sleep(FAILED_S)
+        raise
+    names = ["interface.safetensors", *map(block_file, options.blocks)]
+
+    def hello() -> HelloReply:
+        return HelloReply(
+            protocol=list(PROTOCOL),
+            node=server.node,
+            state="up",
+            config_digest=run.progress.config_digest,
+            first=options.blocks.start,
+            stop=options.blocks.stop,
+            digests={name: run.progress.files[name] for name in names},
+            dtype=str(stage.runner.hardware.dtype).removeprefix("torch."),
+            max_texts=options.max_texts,
+            texts=len(stage.texts),
+            free_memory=options.free_memory,
+        )
+
+    server.stage, server.hello = stage, hello
+    return run
+
+
+# --- Which blocks ---
+
+
+def parse_blocks(text: str, blocks: int) -> range:
+    """`2`, `0-1` or `0,1`: consecutive blocks. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    numbers = list(range(int(match[1]), int(match[2] or match[1]) + 1)) if match and int(match[2] or match[1]) < 1 << 20 else []
+    if not match and re.fullmatch(r"\d+(,\d+)+", text.strip()):
+        numbers = [int(n) for n in text.split(",")]
+    if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[-1] >= blocks:
+        raise ConfigError(f"--block {text}: expected consecutive blocks of 0 to {blocks - 1}, such as 0, or 0-1")
+    return range(numbers[0], numbers[-1] + 1)
+
+
+def place(blocks: int, room: int, held: Sequence[tuple[int, int]]) -> range:
+    """The `room` consecutive blocks for a new stage where others hold the spans `held`: those with fewest copies, the first of equals."""
+    copies = [sum(first <= b < stop for first, stop in held) for b in range(blocks)]
+    room = min(room, blocks)
+
+    def need(start: int) -> tuple[list[int], int]:
+        return sorted(copies[start : start + room]), start
+
+    start = min(range(blocks - room + 1), key=need)
+    return range(start, start + room)
+
+
+async def ask_peers(addresses: Sequence[str], secrets: Secrets, say: Callable[[str], None]) -> list[tuple[int, int]]:
+    """The spans that stages at these addresses hold; who does not answer is named and left out."""
+
+    async def ask(address: str) -> tuple[int, int] | None:
+        channel = secrets.channel(address, 1 << 20)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files.values(), password=lambda: "")  # type: ignore[arg-type]  # asks nobody
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            raise ConfigError(f"--tls-cert {self.tls_cert}: no certificate and key that go together ({reason})") from None
-        return files
-
-
-@dataclass
-class Opened:
-    """A bound address."""
-
-    host: str
-    bound: socket.socket
-    keys: list[str]
-    files: dict[str, Any]
-
-    @property
-    def url(self) -> str:
-        """By which this machine reaches it."""
-        anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-        host = url_host(anywhere.get(self.host, self.host))
-        return f"{'https' if self.files else 'http'}://{host}:{self.bound.getsockname()[1]}"
-
-    def serve(self, engine: Engine) -> None:
-        """Until SIGINT or SIGTERM."""
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}  # uvicorn hands them back at the end
-        try:
-            asyncio.run(self._serve(engine))
+            request = HelloRequest(protocol=list(PROTOCOL)).model_dump_json().encode()
+            data = await channel.unary_unary(f"/{SERVICE}/Hello")(request, metadata=secrets.metadata, timeout=4.0)
+            hello: HelloReply = read_message(data, HelloReply)
+            return (hello.first, hello.stop) if hello.stop else None
+        except (grpc.aio.AioRpcError, ProtocolError) as error:
+            say(f"--peers {address}: {describe(error) if isinstance(error, grpc.aio.AioRpcError) else error}")
+            return None
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self.bound.close()
+            await channel.close()
 
-    async def _serve(self, engine: Engine) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await make_server(engine, self.keys, **self.files).serve(sockets=[self.bound])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await engine.chain.close()
+    return [span for span in await asyncio.gather(*map(ask, addresses)) if span]
 
 
-class Server(uvicorn.Server):
-    """uvicorn, which has the engine end what it does as it stops."""
-
-    engine: Engine
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.engine.stop()
-        await super().shutdown(sockets)
+# --- Addresses, keys, certificates ---
 
 
-def make_server(engine: Engine, keys: list[str], **files: Any) -> Server:
-    settings: dict[str, Any] = serving() | {"timeout_graceful_shutdown": GRACE_S} | files
-    server = Server(uvicorn.Config(create_app(engine, keys), **settings))
-    server.engine = engine
-    return server
+def parse_target(text: str, flag: str) -> str:
+    """HOST:PORT or [IPv6]:PORT as gRPC takes it. Raises ConfigError naming the flag."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([A-Za-z0-9_.-]+)):(\d{1,5})", text.strip())
+    if not match or int(match[3]) > 65535:
+        raise ConfigError(f"{flag} {text}: expected HOST:PORT, for example 127.0.0.1:9000 or [::1]:9000")
+    return text.strip()
 
 
-def is_loopback(host: str) -> bool:
-    """A name other than localhost is not, whatever it leads to today."""
+def is_loopback(target: str) -> bool:
+    host = target.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def read_secrets(
+    key_file: Path | None, certificate: Path | None, private_key: Path | None, authority: Path | None, make_key: bool = False
+) -> Secrets:
+    """From files. Raises ConfigError naming the flag."""
+    if (certificate is None) != (private_key is None):
+        raise ConfigError(f"--tls-{'cert' if certificate is None else 'key'}: --tls-cert and --tls-key go together")
+    if make_key and key_file is not None and not key_file.exists():
+        handle = os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w") as file:
+            file.write(random_secrets.token_hex(16) + "\n")
+    key = _read("--key-file", key_file).decode("utf-8", "replace").strip()
+    if key_file is not None and not re.fullmatch(r"[\x21-\x7e]{16,200}", key):
+        raise ConfigError(f"--key-file {key_file}: must hold one key of 16 to 200 printable characters without spaces")
+    return Secrets(key, _read("--tls-cert", certificate), _read("--tls-key", private_key), _read("--tls-ca", authority))
+
+
+def _read(flag: str, path: Path | None) -> bytes:
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return path.read_bytes() if path is not None else b""
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror})") from None
 
 
-def read_keys(path: Path, say: Callable[[str], None]) -> list[str]:
-    """The keys of a file, one a line; a file that is not there is made with a new key. Raises ConfigError."""
-    try:
-        if not path.exists():
-            _make_key(path)
-            say(f"{path}: made, with a new key; only you can read it")
-        if os.name != "nt" and path.stat().st_mode & 0o077:
-            say(f"note: {path} can be read by others on this machine; chmod 600 {path}")
-        with open(path, "rb") as file:
-            text = file.read(KEY_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"--key-file {path}: cannot be used ({reason})") from None
-    keys = [key for line in text.splitlines() if (key := line.strip())]
-    if not keys or len(keys) > MOST_KEYS or not all(key.isascii() and key.isprintable() and " " not in key and len(key) >= 16 for key in keys):
-        raise ConfigError(f"--key-file {path}: needs one key a line, each of 16 or more ASCII characters without spaces")
-    return keys
-
-
-def _make_key(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"bt-{secrets.token_urlsafe(24)}\n")
+def check_listen(target: str, secrets: Secrets, plaintext: bool) -> None:
+    """Loopback, or a key and TLS, or a key and the flag that says plaintext. Raises ConfigError."""
+    if is_loopback(target):
+        return
+    if not secrets.key:
+        raise ConfigError(f"--listen {target}: is not loopback, so --key-file is needed")
+    if not secrets.certificate and not plaintext:
+        raise ConfigError(f"--listen {target}: is not loopback, so --tls-cert and --tls-key are needed, or --plaintext if the network is trusted")

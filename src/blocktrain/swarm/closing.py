@@ -96,6 +96,6 @@ def _share(block: Block, update: Pending) -> Share:
 
 def _idle_reason(index: Index, block: Block, now: float) -> str:
     if index.done(block):
-        return f"done: all its {index.state.rules.target_steps} steps are leased or counted"
+        return f"done: none of its {index.state.rules.target_steps} steps is left to give"
     word = "starved" if starved(index, block, now) else "idle"
     return f"{word}: no worker has had this block for {now - block.idle_since:.0f} s"

@@ -127,16 +127,16 @@ class Checkpoint:
         return load_tensors(self.folder / name)
 
 
-def latest_checkpoint(run: Path, warn: Callable[[str], None], *, to_train: bool = True) -> Checkpoint | None:
-    """The newest intact checkpoint, or None where there is none yet; raises CheckpointError where all are damaged.
+def latest_checkpoint(run: Path, warn: Callable[[str], None], names: Iterable[str] | None = None) -> Checkpoint | None:
+    """The newest checkpoint whose files `names` (default: all) are intact, or None where there is none yet.
 
-    What only the inner loop needs is not looked at unless it is `to_train`.
+    Raises CheckpointError where all are damaged.
     """
     problem = ""
     for folder in reversed(_names(run / "checkpoints")):
         try:
             checkpoint = Checkpoint(folder, _read_progress(folder / "progress.json"))
-            _verify(checkpoint, to_train)
+            _verify(checkpoint, checkpoint.progress.files if names is None else names)
         except CheckpointError as error:
             problem = str(error)
             warn(f"{problem}; looking for an older checkpoint")
@@ -162,11 +162,11 @@ def _read_progress(path: Path) -> Progress:
         raise CheckpointError(f"{path}: cannot be read ({first})") from None
 
 
-def _verify(checkpoint: Checkpoint, to_train: bool) -> None:
-    for name, digest in checkpoint.progress.files.items():
-        if name == "training.safetensors" and not to_train:
-            continue
-        path = checkpoint.folder / name
+def _verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    for name in names:
+        path, digest = checkpoint.folder / name, checkpoint.progress.files.get(name)
+        if digest is None:
+            continue  # not trained yet; whoever needs it says so
         if not path.is_file():
             raise CheckpointError(f"{path}: missing")
         if file_sha256(path) != digest:
@@ -204,14 +204,16 @@ def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | Non
     """Read a run folder's configuration and the served weights of `blocks` (default: all) from its newest checkpoint."""
     if not (run / "run.toml").is_file():
         raise CheckpointError(f"{run}: not a run folder (no run.toml); make one with `blocktrain train {run}`")
-    checkpoint = latest_checkpoint(run, warn, to_train=False)
+    held = list(range(load_config(run / "run.toml").model.blocks) if blocks is None else blocks)
+    checkpoint = latest_checkpoint(run, warn, names=["interface.safetensors", *map(block_file, held)])
     if checkpoint is None:
         raise CheckpointError(f"{run}: has no checkpoint yet; train it with `blocktrain train {run}`")
     trained = checkpoint.progress.run_config()
     config = _as_read_now(trained, run / "run.toml")
     for change in settings_changed(config, load_config(run / "run.toml")):
         warn(f"{run / 'run.toml'}: says otherwise than the checkpoint, which is what counts here ({change})")
-    held = list(range(config.model.blocks) if blocks is None else blocks)
+    if blocks is None:
+        held = list(range(config.model.blocks))
     stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
     load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
     for b in held:

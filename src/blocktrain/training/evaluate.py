@@ -219,15 +219,19 @@ def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None])
         return None
     reference = load_run(folder, warn)
     mine, its = run.progress, reference.progress
+    advice = f"; `blocktrain train {run.folder} --reference` goes on, or remove that folder first"
     if not its.finished:
         problem = f"stopped at step {its.step}"
     elif its.config_digest != reference_config(run.trained_config).digest:
         problem = "was trained with other settings or for another number of steps"
     elif (its.train_digest, its.bytes_seen) != (mine.train_digest, mine.bytes_seen):
-        problem = f"has seen {its.bytes_seen:,} bytes and this run {mine.bytes_seen:,}"
+        problem = f"has seen {its.bytes_seen:,} bytes and this run's most advanced block {mine.bytes_seen:,}"
+        advice = (
+            "" if its.bytes_seen < mine.bytes_seen and (run.folder / "swarm").is_dir() else advice
+        )  # spans that overlap see some blocks more often
     else:
         return Evaluator(reference, windows).rollout()[0, -1], its.training_flops
-    warn(f"{folder}: {problem}, so there is no gap; `blocktrain train {run.folder} --reference` goes on, or remove that folder first")
+    warn(f"{folder}: {problem}, so there is no gap{advice}")
     return None
 
 
