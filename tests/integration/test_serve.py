@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import ipaddress
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from cryptography import x509
@@ -25,10 +27,16 @@ from cryptography.x509.oid import NameOID
 
 from blocktrain import cli, cli_serving
 from blocktrain.errors import ConfigError
+from blocktrain.serving.chain import LocalChain
+from blocktrain.serving.decoding import Plan
 from blocktrain.serving.gateway import Door, is_loopback, read_keys
+from blocktrain.serving.pipeline import RemoteChain
+from blocktrain.serving.sampling import Sampling
+from blocktrain.training.checkpoint import load_run
 from blocktrain.web import bind, parse_address, url_host
 from tests.conftest import write_text
 from tests.integration.test_cli import QUICK
+from tests.integration.test_decoding import texts
 from tests.serving_net import local_engine, serve
 
 QUIET: Any = lambda _: None  # noqa: E731
@@ -171,9 +179,9 @@ def test_a_certificate_that_will_not_do_is_named(tmp_path: Path):
 
 def test_mistakes_are_one_line_and_stages_are_never_a_silent_local_mode(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, word in (
+        ([str(run), "--listen", "127.0.0.1:0", "--stages", "nowhere"], "--stages"),
         ([str(tmp_path / "none")], "not a run folder"),
         ([str(run), "--listen", "nowhere"], "--listen"),
-        ([str(run), "--listen", "127.0.0.1:0", "--stages", "127.0.0.1:1"], "--stages"),
         ([str(run), "--listen", "127.0.0.1:0", "--stages", ""], "--stages"),
         ([str(run), "--listen", "127.0.0.1:0", "--max-streams", "0"], "--max-streams"),
         ([str(run), "--mode", "sweep"], "--mode"),
@@ -181,6 +189,15 @@ def test_mistakes_are_one_line_and_stages_are_never_a_silent_local_mode(run: Pat
         assert cli.run(["serve", *arguments]) == 2
         said = capsys.readouterr()
         assert said.out == "" and len(said.err.strip().splitlines()) == 1 and word in said.err, said.err
+
+
+def test_stages_that_cannot_be_reached_are_an_error_and_never_a_local_mode(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(RemoteChain, "ready", functools.partialmethod(RemoteChain.ready, limit_s=1.0))
+    assert cli.run(["serve", str(run), "--listen", "127.0.0.1:0", "--stages", "127.0.0.1:1"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "127.0.0.1:1" in said.err.strip().splitlines()[-1]
 
 
 def shell(line: str) -> str:
@@ -210,6 +227,43 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]
             running.kill()
 
 
+@contextlib.contextmanager
+def stage_of(run: Path, block: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves a block, and its address."""
+    command = [sys.executable, "-m", "blocktrain", "stage", str(run), "--block", str(block)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr is not None
+            yield running, next(line for line in running.stderr if line.startswith("address: ")).split()[1]
+        finally:
+            running.kill()
+
+
+def test_blocks_behind_stages_give_the_same_bytes_and_a_503_when_one_is_killed(run: Path):
+    (wanted,) = texts(LocalChain(load_run(run, QUIET)), (Plan("exact", Sampling(1.0, seed=3), 30), b"one and"))
+    body = {"model": "my run", "prompt": "one and", "max_tokens": 30, "seed": 3}
+    with contextlib.ExitStack() as stack:
+        (_, first), (second_process, second) = (stack.enter_context(stage_of(run, block)) for block in (0, 1))
+        running, (address, *_) = stack.enter_context(process(str(run), "--listen", "[::1]:0", "--stages", f"{first},{second}"))
+        http = stack.enter_context(httpx2.Client(base_url=address.split()[-1], timeout=30, trust_env=False))
+        for mode in ("exact", "speculative"):
+            assert http.post("/v1/completions", json=body | {"mode": mode}).json()["choices"][0]["text"] == wanted.decode("utf-8", "replace")
+        cluster = http.get("/v1/cluster").json()
+        assert cluster["healthy"]
+        assert [(s["address"], s["blocks"], s["up"]) for s in cluster["stages"]] == [(first, [0, 1], True), (second, [1, 2], True)]
+        second_process.kill()
+        began = time.monotonic()
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 503 and second in answer.json()["error"]["message"], answer.text
+        assert time.monotonic() - began < 8  # 5 s on a machine that has nothing else to do
+        cluster = http.get("/v1/cluster").json()
+        assert cluster["missing"] == [1] and [s["up"] for s in cluster["stages"]] == [True, False]
+        assert http.get("/health").status_code == 503
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=20)[1]
+        assert running.returncode == 0 and "Traceback" not in said, said
+
+
 def test_a_server_with_key_and_tls_serves_and_ends_well(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cert, key = certificate(tmp_path)
     secret = tmp_path / "my keys"
@@ -231,14 +285,3 @@ def test_a_server_with_key_and_tls_serves_and_ends_well(run: Path, tmp_path: Pat
         assert time.monotonic() - began < 12  # 5 s on a machine that has nothing else to do
         assert running.returncode == 0, said
         assert "Traceback" not in said and f"{secret}: made" in said and secret.read_text().strip() not in said
-
-
-def test_ctrl_c_ends_an_idle_server_at_once_with_code_0(run: Path):
-    with process(str(run), "--listen", "[::1]:0") as (running, (address, *_)):
-        port = int(address.rpartition(":")[2])
-        with socket.create_connection(("::1", port), timeout=10):
-            time.sleep(0.3)
-            running.send_signal(signal.SIGINT)
-            began = time.monotonic()
-            said = running.communicate(timeout=20)[1]
-        assert running.returncode == 0 and time.monotonic() - began < 12 and "Traceback" not in said
