@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from blocktrain import __version__, cli_serving, cli_swarm
+from blocktrain import __version__, cli_bench, cli_serving, cli_swarm
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
 from blocktrain.cli_evaluation import show_evaluation
 from blocktrain.config import (
@@ -48,6 +48,7 @@ for command in (
     cli_swarm.simulate,
 ):
     app.command(command)
+app.command(cli_bench.bench)
 
 
 def run(tokens: list[str]) -> int:
@@ -206,36 +207,6 @@ def _paper_line(figure: Any) -> str:
         f"paper: {figure.name} {figure.paper_gib} GiB. At {figure.bytes_per_parameter} B a parameter that is {low:,} to {high:,} parameters. "
         f"Our reconstruction: {shape}, {figure.num_parameters:,} parameters = {figure.gib:.3f} GiB ({figure.note})."
     )
-
-
-@app.command
-def bench(
-    what: Annotated[
-        Literal["training", "transport"],
-        Parameter(
-            help="training: our trainer against a plain PyTorch loop, and peak memory. "
-            "transport: a coordinator's throughput against a raw copy, and its memory."
-        ),
-    ],
-    *,
-    quick: Annotated[bool, Parameter(negative=(), help="Smaller shapes.")] = False,
-    json_: Json = False,
-) -> int:
-    """Measure, print tables with each figure beside its goal, then one JSON line. Exit code 1 if a goal is missed."""
-    say(f"bench {what}: takes minutes; other work on this machine makes it noisy")
-    if what == "transport":
-        from blocktrain.report.bench_transport import bench_transport, render
-
-        result = bench_transport(quick=quick, say=say)
-    else:
-        from blocktrain.report.bench_training import bench_training, render
-
-        result = bench_training(quick=quick)
-    if not json_:
-        for table in render(result):
-            out.print(table)
-    print(json.dumps(result))
-    return 0 if all(goal["met"] for goal in result["goals"]) else 1
 
 
 def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str, stopped: list[int]) -> bool:

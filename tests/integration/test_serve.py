@@ -228,22 +228,27 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]
 
 
 @contextlib.contextmanager
-def stage_of(run: Path, block: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves a block, and its address."""
+def stage_of(run: Path, block: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that serves a block."""
     command = [sys.executable, "-m", "blocktrain", "stage", str(run), "--block", str(block)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
-            assert running.stderr is not None
-            yield running, next(line for line in running.stderr if line.startswith("address: ")).split()[1]
+            yield running
         finally:
             running.kill()
 
 
+def address_of(stage: subprocess.Popen[str]) -> str:
+    assert stage.stderr is not None
+    return next(line for line in stage.stderr if line.startswith("address: ")).split()[1]
+
+
 def test_blocks_behind_stages_give_the_same_bytes_and_a_503_when_one_is_killed(run: Path):
-    (wanted,) = texts(LocalChain(load_run(run, QUIET)), (Plan("exact", Sampling(1.0, seed=3), 30), b"one and"))
     body = {"model": "my run", "prompt": "one and", "max_tokens": 30, "seed": 3}
     with contextlib.ExitStack() as stack:
-        (_, first), (second_process, second) = (stack.enter_context(stage_of(run, block)) for block in (0, 1))
+        stages = [stack.enter_context(stage_of(run, block)) for block in (0, 1)]
+        (wanted,) = texts(LocalChain(load_run(run, QUIET)), (Plan("exact", Sampling(1.0, seed=3), 30), b"one and"))
+        first, second = map(address_of, stages)
         running, (address, *_) = stack.enter_context(process(str(run), "--listen", "[::1]:0", "--stages", f"{first},{second}"))
         http = stack.enter_context(httpx2.Client(base_url=address.split()[-1], timeout=30, trust_env=False))
         for mode in ("exact", "speculative"):
@@ -251,7 +256,7 @@ def test_blocks_behind_stages_give_the_same_bytes_and_a_503_when_one_is_killed(r
         cluster = http.get("/v1/cluster").json()
         assert cluster["healthy"]
         assert [(s["address"], s["blocks"], s["up"]) for s in cluster["stages"]] == [(first, [0, 1], True), (second, [1, 2], True)]
-        second_process.kill()
+        stages[1].kill()
         began = time.monotonic()
         answer = http.post("/v1/completions", json=body)
         assert answer.status_code == 503 and second in answer.json()["error"]["message"], answer.text
