@@ -6,6 +6,7 @@ BlockTrainError                 a person or a machine outside did something that
 ├── CheckpointError             a run folder or checkpoint that is missing, damaged or of another shape
 ├── ProtocolError               bytes or fields from another machine that are not what the protocol says
 ├── ServingError                the blocks cannot give an answer now: a stage is gone, full, or does not hold what is needed
+│   └── BusyError               as many texts as are allowed are being generated; it may be asked again
 ├── DivergedError               the loss or a gradient is not finite any more
 └── MemoryLimitError            what was asked for does not fit, with the need and the have
 
@@ -42,6 +43,10 @@ class ServingError(BlockTrainError):
     """The chain of blocks cannot answer; the message names the stage or block."""
 
     exit_code = 1
+
+
+class BusyError(ServingError):
+    """No place is free; asking again a little later may succeed."""
 
 
 class DivergedError(BlockTrainError):
