@@ -196,7 +196,7 @@ def stage(
 async def _stage(run: Path, settings: RunConfig, target: str, block: str | None, peers: str | None, max_texts: int, secrets: Any) -> int:
     from blocktrain.serving import host
 
-    addresses = [host.parse_target(text, "--peers") for text in (peers or "").split(",") if text.strip()]
+    addresses = host.parse_targets(peers or "", "--peers")
     free, each = await asyncio.to_thread(_memory, settings)
     if block is not None:
         blocks = host.parse_blocks(block, settings.model.blocks)
@@ -257,7 +257,7 @@ class Source:
         from blocktrain.serving import host
         from blocktrain.serving.pipeline import RemoteChain
 
-        addresses = [host.parse_target(text, "--stages") for text in self.stages.split(",") if text.strip()]
+        addresses = host.parse_targets(self.stages, "--stages")
         if not addresses:
             raise ConfigError("--stages: names no stage")
         secrets = host.read_secrets(self.key_file, None, None, self.authority)

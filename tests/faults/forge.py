@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    *("blocktrain.cli", "blocktrain.swarm.host", "blocktrain.swarm.launch", "blocktrain.report.memory"),
-    *("uvicorn.protocols.http.httptools_impl", "uvicorn.loops.auto"),
+    *("blocktrain.cli", "blocktrain.swarm.host", "blocktrain.swarm.launch", "blocktrain.report.memory", "blocktrain.serving.decoding"),
+    *("uvicorn.protocols.http.httptools_impl", "uvicorn.loops.auto", "torch._dynamo", "torch._decomp.decompositions"),
 )
 ROOT = Path(__file__).parents[2]
 

@@ -100,7 +100,7 @@ class Batcher:
         self._thread.start()
 
     async def run(self, job: Job) -> Result:
-        """Raises what the runner raises. If the caller is cancelled the job runs all the same, and its result is dropped."""
+        """Raises what the runner raises. If the caller is cancelled the job does not run, or where it runs already its result is dropped."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         with self._something:
@@ -128,14 +128,21 @@ class Batcher:
                         _deliver(loop, future, RuntimeError("closed"))
                     return
                 batch, self._waiting = self._waiting, []
+            batch = [entry for entry in batch if not entry[1].cancelled()]
             self.busy_since = time.monotonic()
-            try:
-                results: list[Result | BaseException] = list(self.runner.run([job for job, _, _ in batch]))
-            except BaseException as error:  # it belongs to whoever asked, not to this thread
-                results = [error] * len(batch)
+            results = self._run([job for job, _, _ in batch])
             self.busy_since = None
             for (_, future, loop), result in zip(batch, results, strict=True):
                 _deliver(loop, future, result)
+
+    def _run(self, jobs: Sequence[Job]) -> list[Result | BaseException]:
+        """What each job gives. One that fails is nobody else's loss: they run again, each alone."""
+        try:
+            return list(self.runner.run(jobs))
+        except BaseException as error:  # it belongs to whoever asked, not to this thread
+            if len(jobs) == 1:
+                return [error]
+            return [self._run([job])[0] for job in jobs]
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Result], result: Result | BaseException) -> None:

@@ -28,6 +28,7 @@ PROTOCOL = (1, 0)  # major: who differs is refused; minor: who knows less ignore
 MAGIC = b"BTS1"
 MAX_JSON = 1 << 14
 MAX_POSITION = 1 << 40
+TARGET = r"(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):[0-9]{1,5}"  # HOST:PORT or [IPv6]:PORT; nothing else is ever dialled
 
 _HEAD = struct.Struct("<4sBBH16sIII")
 _STEP = struct.Struct("<IQIIHHI")
@@ -73,7 +74,7 @@ class OpenRequest(Message):
     skip: list[int] = Field(default=[], max_length=4096)
     first: int = Field(ge=0, le=4096)  # blocks first ... stop of the text run here
     stop: int = Field(ge=1, le=4096)
-    next: str = Field(default="", max_length=300)  # address of the stage after this one; "" answers the client
+    next: str = Field(default="", max_length=300, pattern=f"^(?:{TARGET})?$")  # address of the stage after this one; "" answers the client
 
 
 class Refusal(Message):
@@ -88,7 +89,8 @@ class Pong(Message):
     """How a stage is, and where the text that was asked about is."""
 
     texts: int
-    stalled_s: float
+    stalled_s: float  # for how long the blocks have been at what they compute now
+    epoch: int = -1  # of the text that was asked about; -1: it is not here
     step: int = -1  # the last one that came in
     forwarded: int = -1  # the last one that left
 
@@ -108,6 +110,8 @@ class HelloReply(Message):
     first: int = 0
     stop: int = 0
     digests: dict[str, str] = {}
+    checkpoint: str = ""  # one digest of all the weights of the checkpoint, those of other stages too
+    step: int = 0  # at which it was made
     dtype: str = ""
     max_texts: int = 0
     texts: int = 0
@@ -177,6 +181,11 @@ class Shape:
         """Of a frame."""
         row = 2 + 4 * (self.width + self.embed_dim + 2) + 4 * self.vocabulary
         return self.positions * row + 12 * self.blocks + MAX_JSON + 1024
+
+
+def text_of(data: bytes) -> bytes:
+    """The text that bytes are about, where they begin like a frame."""
+    return data[8:24] if len(data) >= _HEAD.size and data[:4] == MAGIC else b""
 
 
 def decode(data: bytes, shape: Shape) -> Frame:

@@ -6,6 +6,9 @@ A stage listens before it loads, so that whoever asks is told that it is loading
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import ipaddress
+import json
 import logging
 import os
 import re
@@ -15,16 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from blocktrain.config import RunConfig, load_config
-from blocktrain.errors import BlockTrainError, ConfigError, ProtocolError
+from blocktrain.errors import BlockTrainError, ConfigError, ProtocolError, ServingError
 from blocktrain.model.transformer import VOCABULARY
 from blocktrain.serving.compute import BlockRunner
-from blocktrain.serving.frames import PROTOCOL, HelloReply, HelloRequest, Shape, read_message
-from blocktrain.serving.pipeline import Expected
-from blocktrain.serving.server import SERVICE, Secrets, StageServer, describe
+from blocktrain.serving.frames import PROTOCOL, TARGET, HelloReply, Shape
+from blocktrain.serving.line import Secrets, describe
+from blocktrain.serving.link import Expected, greet
+from blocktrain.serving.server import StageServer
 from blocktrain.serving.stage import Stage
-from blocktrain.training.checkpoint import LoadedRun, block_file, latest_checkpoint, load_run
+from blocktrain.training.checkpoint import LoadedRun, Progress, block_file, latest_checkpoint, load_run
 
 FAILED_S = 2.0  # for which a stage that could not load still says why
 log = logging.getLogger("blocktrain.stage")
@@ -47,7 +54,15 @@ def expected_of(run: Path, warn: Callable[[str], None]) -> Expected:
     checkpoint = latest_checkpoint(run, warn, names=())
     if checkpoint is None:
         return Expected(config, config.digest, {})
-    return Expected(config, checkpoint.progress.config_digest, checkpoint.progress.files)
+    return Expected(config, _settings_digest(checkpoint.progress, config), checkpoint.progress.files)
+
+
+def _settings_digest(progress: Progress, config: RunConfig) -> str:
+    """Of the settings that decide what blocks compute: those of training, and the two that may be read otherwise later."""
+    trained, read = progress.run_config().objective, (config.objective.start, config.objective.readout)
+    if (trained.start, trained.readout) == read:
+        return progress.config_digest
+    return hashlib.sha256(f"{progress.config_digest} {read}".encode()).hexdigest()
 
 
 def shape_of(config: RunConfig) -> Shape:
@@ -85,10 +100,13 @@ async def _load(server: StageServer, options: StageOptions, say: Callable[[str],
     try:
         run, stage = await asyncio.to_thread(load)
     except (BlockTrainError, OSError, MemoryError, RuntimeError) as error:
-        reason = str(error) or type(error).__name__
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
         server.hello = lambda: HelloReply(protocol=list(PROTOCOL), node=server.node, state="failed", reason=reason[:300])
+        say(f"FAILED: {reason}")
         await asyncio.sleep(FAILED_S)
-        raise
+        if isinstance(error, BlockTrainError):
+            raise
+        raise ServingError(f"the stage could not load blocks {options.blocks.start} to {options.blocks.stop - 1}: {reason}") from None
     names = ["interface.safetensors", *map(block_file, options.blocks)]
 
     def hello() -> HelloReply:
@@ -96,10 +114,12 @@ async def _load(server: StageServer, options: StageOptions, say: Callable[[str],
             protocol=list(PROTOCOL),
             node=server.node,
             state="up",
-            config_digest=run.progress.config_digest,
+            config_digest=_settings_digest(run.progress, run.config),
             first=options.blocks.start,
             stop=options.blocks.stop,
             digests={name: run.progress.files[name] for name in names},
+            checkpoint=_digest_of(run.progress.files),
+            step=run.progress.updates,
             dtype=str(stage.runner.hardware.dtype).removeprefix("torch."),
             max_texts=options.max_texts,
             texts=len(stage.texts),
@@ -108,6 +128,12 @@ async def _load(server: StageServer, options: StageOptions, say: Callable[[str],
 
     server.stage, server.hello = stage, hello
     return run
+
+
+def _digest_of(files: dict[str, str]) -> str:
+    """One digest of all weights of a checkpoint; what only training needs is not in it."""
+    weights = {name: digest for name, digest in files.items() if name != "training.safetensors"}
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 
 # --- Which blocks ---
@@ -142,9 +168,7 @@ async def ask_peers(addresses: Sequence[str], secrets: Secrets, say: Callable[[s
     async def ask(address: str) -> tuple[int, int] | None:
         channel = secrets.channel(address, 1 << 20)
         try:
-            request = HelloRequest(protocol=list(PROTOCOL)).model_dump_json().encode()
-            data = await channel.unary_unary(f"/{SERVICE}/Hello")(request, metadata=secrets.metadata, timeout=4.0)
-            hello: HelloReply = read_message(data, HelloReply)
+            hello = await greet(address, channel, secrets)
             return (hello.first, hello.stop) if hello.stop else None
         except (grpc.aio.AioRpcError, ProtocolError) as error:
             say(f"--peers {address}: {describe(error) if isinstance(error, grpc.aio.AioRpcError) else error}")
@@ -159,16 +183,26 @@ async def ask_peers(addresses: Sequence[str], secrets: Secrets, say: Callable[[s
 
 
 def parse_target(text: str, flag: str) -> str:
-    """HOST:PORT or [IPv6]:PORT as gRPC takes it. Raises ConfigError naming the flag."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([A-Za-z0-9_.-]+)):(\d{1,5})", text.strip())
-    if not match or int(match[3]) > 65535:
-        raise ConfigError(f"{flag} {text}: expected HOST:PORT, for example 127.0.0.1:9000 or [::1]:9000")
-    return text.strip()
+    """HOST:PORT or [IPv6]:PORT as gRPC takes it; port 0 only to listen on. Raises ConfigError naming the flag."""
+    target = text.strip()
+    host, _, port = target.rpartition(":")
+    if not re.fullmatch(TARGET, target) or int(port) > 65535 or (port.strip("0") == "" and flag != "--listen"):
+        example = f"[{host}]:{port}" if host.count(":") > 1 and host[0] != "[" else "127.0.0.1:9000 or [::1]:9000"
+        raise ConfigError(f"{flag} {text}: expected HOST:PORT with a port up to 65535, for example {example}")
+    return target
+
+
+def parse_targets(text: str, flag: str) -> list[str]:
+    """Several, with commas. Raises ConfigError naming the flag."""
+    return [parse_target(part, flag) for part in text.split(",") if part.strip()]
 
 
 def is_loopback(target: str) -> bool:
-    host = target.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    host = target.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_secrets(
@@ -184,7 +218,28 @@ def read_secrets(
     key = _read("--key-file", key_file).decode("utf-8", "replace").strip()
     if key_file is not None and not re.fullmatch(r"[\x21-\x7e]{16,200}", key):
         raise ConfigError(f"--key-file {key_file}: must hold one key of 16 to 200 printable characters without spaces")
-    return Secrets(key, _read("--tls-cert", certificate), _read("--tls-key", private_key), _read("--tls-ca", authority))
+    secrets = Secrets(key, _read("--tls-cert", certificate), _read("--tls-key", private_key), _read("--tls-ca", authority))
+    for flag, path, data in (("--tls-cert", certificate, secrets.certificate), ("--tls-ca", authority, secrets.authority)):
+        if path is not None and not _certificates(data):
+            raise ConfigError(f"{flag} {path}: holds no certificate in PEM")
+    if private_key is not None and not _belongs(secrets.private_key, secrets.certificate):
+        raise ConfigError(f"--tls-key {private_key}: is not the private key of --tls-cert, in PEM and without a password")
+    return secrets
+
+
+def _certificates(data: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError:
+        return []
+
+
+def _belongs(private_key: bytes, certificate: bytes) -> bool:
+    try:
+        mine = load_pem_private_key(private_key, None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return False
+    return mine == _certificates(certificate)[0].public_key()
 
 
 def _read(flag: str, path: Path | None) -> bytes:

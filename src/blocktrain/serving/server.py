@@ -2,10 +2,10 @@
 
     Hello    one message each way: who is there
     Session  a client's frames in, this stage's frames for it out; its end is the end of its texts here
-    Forward  the stage before this one: frames in
+    Forward  the stage before this one: frames in, answers to its pings out
 
 A client keeps a session with every stage, so the last one answers it directly, every stage sees at once that it is gone, and it sees that a stage is.
-Frames between stages go over one stream for each next stage, kept warm by pings so that a middlebox does not drop it.
+Frames between stages go over one line for each next stage. Whoever does not take what is sent to it loses its line, not this stage its memory.
 """
 
 from __future__ import annotations
@@ -14,107 +14,73 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from blocktrain.errors import ProtocolError
-from blocktrain.serving.frames import PROTOCOL, Frame, HelloReply, HelloRequest, Kind, Refusal, decode, message_frame, read_message
+from blocktrain.serving.frames import (
+    PROTOCOL,
+    Frame,
+    HelloReply,
+    HelloRequest,
+    Kind,
+    Refusal,
+    decode,
+    message_frame,
+    read_message,
+    text_of,
+)
+from blocktrain.serving.line import KEEPALIVE, SERVICE, Patience, Secrets, sizes
+from blocktrain.serving.onward import MAX_ONWARD, Onward
 from blocktrain.serving.stage import Stage, StageRefused
 
-SERVICE = "blocktrain.Stage"
-MAX_SESSIONS = 256
-MAX_OUTGOING = 1024  # frames for one client that it has not taken; beyond them its session ends
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+MAX_PEERS = 256  # sessions, and as many stages before this one
+MAX_OUTGOING = 1 << 26  # bytes for one client that it has not taken; beyond them its session ends
+LAST_WORDS_S = 2.0  # for a client to take what is left for it when its session ends
+HANDSHAKE_MS = 10_000  # for a connection to say that it is HTTP/2
+UNUSED_MS = 60_000  # after which a connection without a call is closed
 log = logging.getLogger("blocktrain.stage")
 
 
-@dataclass(frozen=True)
-class Secrets:
-    """What guards a stage, and how it meets the next one. Empty: nothing, on loopback."""
-
-    key: str = ""
-    certificate: bytes = b""  # PEM, of this stage
-    private_key: bytes = b""
-    authority: bytes = b""  # PEM, what other stages' certificates must be signed by
-
-    def channel(self, address: str, max_bytes: int) -> grpc.aio.Channel:
-        """To a stage; its connection is made again by itself when it breaks."""
-        options = [*KEEPALIVE, *sizes(max_bytes), ("grpc.use_local_subchannel_pool", 1)]
-        options += [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2000)]
-        if self.authority:
-            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.authority), options=options)
-        return grpc.aio.insecure_channel(address, options=options)
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
-
-
-def sizes(max_bytes: int) -> list[tuple[str, int]]:
-    return [("grpc.max_receive_message_length", max_bytes), ("grpc.max_send_message_length", max_bytes)]
-
-
-class Session:
-    """One client here; it owns the texts it opened."""
+class Peer:
+    """A client or a stage that called; a client owns the texts it opened."""
 
     def __init__(self) -> None:
-        self.outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._over = False
+        self.unsent = 0
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._over = self.too_slow = False
+        self.writer: asyncio.Task[None] | None = None
 
     def send(self, frame: Frame) -> None:
-        if not self._over and self.outgoing.qsize() >= MAX_OUTGOING:
+        if self._over:
+            return
+        data = frame.encode()
+        self.unsent += len(data)
+        self._outgoing.put_nowait(data)
+        if self.unsent > MAX_OUTGOING + len(data):
+            self.too_slow = True
             self.end()
-        if not self._over:
-            self.outgoing.put_nowait(frame.encode())
+            if self.writer is not None:
+                self.writer.cancel()
 
     def end(self) -> None:
         """After what is in line."""
         self._over = True
-        self.outgoing.put_nowait(None)
+        self._outgoing.put_nowait(None)
+
+    async def write(self, context: Any) -> None:
+        while (data := await self._outgoing.get()) is not None:
+            try:
+                await context.write(data)
+            except Exception:  # whatever gRPC has for a call that is over
+                return
+            self.unsent -= len(data)
 
 
-class Onward:
-    """The stream to the next stage at one address; opened when first needed, and again after it broke."""
-
-    def __init__(self, address: str, secrets: Secrets, max_bytes: int, lost: Callable[[str, str], None]) -> None:
-        self.address, self.secrets, self.max_bytes, self.lost = address, secrets, max_bytes, lost
-        self.queue: asyncio.Queue[bytes] = asyncio.Queue()
-        self.task = asyncio.create_task(self._run())
-
-    def send(self, frame: Frame) -> None:
-        self.queue.put_nowait(frame.encode())
-
-    async def _run(self) -> None:
-        """Send what is in line until the stream breaks; then whoever had texts on it is told, and the line is emptied."""
-        channel = self.secrets.channel(self.address, self.max_bytes)
-        try:
-            call = channel.stream_unary(f"/{SERVICE}/Forward")(self._frames(), metadata=self.secrets.metadata)
-            await call
-            problem = "it ended the stream"
-        except grpc.aio.AioRpcError as error:
-            problem = describe(error)
-        finally:
-            await asyncio.shield(channel.close())
-        self.lost(self.address, problem)
-
-    async def _frames(self) -> AsyncIterator[bytes]:
-        while True:
-            yield await self.queue.get()
-
-
-def describe(error: grpc.aio.AioRpcError) -> str:
-    """A gRPC error in a few words."""
-    name = error.code().name.lower().replace("_", " ")
-    return f"{name}: {' '.join((error.details() or '').split())[:200]}"
+Taker = Callable[[Stage, Peer, Frame], None]
 
 
 class StageServer:
@@ -124,20 +90,23 @@ class StageServer:
         self.secrets, self.node = secrets, node or os.urandom(8).hex()
         self.stage: Stage | None = None
         self.hello: Callable[[], HelloReply] = lambda: HelloReply(protocol=list(PROTOCOL), node=self.node, state="loading")
-        self.sessions: set[Session] = set()
+        self.clients: set[Peer] = set()
+        self.stages: set[Peer] = set()
         self._onward: dict[str, Onward] = {}
+        self._patience: dict[str, Patience] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.server: grpc.aio.Server | None = None
 
     async def start(self, address: str, max_bytes: int) -> int:
         """Listen; returns the port. Raises RuntimeError where the address cannot be had."""
         options = [*KEEPALIVE, *sizes(max_bytes), ("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5000)]
-        options += [("grpc.http2.max_ping_strikes", 0), ("grpc.max_concurrent_streams", MAX_SESSIONS * 2)]
+        options += [("grpc.http2.max_ping_strikes", 0), ("grpc.max_concurrent_streams", MAX_PEERS)]
+        options += [("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.max_connection_idle_ms", UNUSED_MS)]
         self.server = grpc.aio.server(options=options)
         handlers = {
             "Hello": grpc.unary_unary_rpc_method_handler(self._hello),
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
-            "Forward": grpc.stream_unary_rpc_method_handler(self._forward),
+            "Forward": grpc.stream_stream_rpc_method_handler(self._forward),
         }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         if self.secrets.certificate:
@@ -152,7 +121,7 @@ class StageServer:
         if self.server is not None:
             await self.server.stop(grace_s)
         for onward in self._onward.values():
-            onward.task.cancel()
+            onward.close()
         if self.stage is not None:
             await asyncio.to_thread(self.stage.batcher.close)
 
@@ -164,13 +133,6 @@ class StageServer:
         given = given if isinstance(given, str) else ""
         if not hmac.compare_digest(given.encode(), f"Bearer {self.secrets.key}".encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "key: missing or wrong")
-
-    async def _ready(self, context: Any) -> Stage:
-        await self._admit(context)
-        if self.stage is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "still loading")
-        assert self.stage is not None
-        return self.stage
 
     async def _hello(self, data: bytes, context: Any) -> bytes:
         await self._admit(context)
@@ -184,101 +146,139 @@ class StageServer:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"protocol: this stage speaks {mine}, you {theirs[0]}.{theirs[1]}")
         return self.hello().model_dump_json().encode()
 
-    # --- A client ---
+    # --- Lines ---
 
-    async def _session(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        stage = await self._ready(context)
-        if len(self.sessions) >= MAX_SESSIONS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SESSIONS} clients are here, which is the most")
-        session = Session()
-        self.sessions.add(session)
-        reader = asyncio.create_task(self._read_session(stage, session, frames))
+    async def _session(self, frames: AsyncIterator[bytes], context: Any) -> None:
+        await self._serve(self.clients, self._from_client, frames, context)
+
+    async def _forward(self, frames: AsyncIterator[bytes], context: Any) -> None:
+        await self._serve(self.stages, self._from_stage, frames, context)
+
+    async def _serve(self, peers: set[Peer], take: Taker, frames: AsyncIterator[bytes], context: Any) -> None:
+        """Until one side ends it. A call that cannot be ended, since nobody takes its last words, holds its place until its connection is gone."""
+        await self._admit(context)
+        if self.stage is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "still loading")
+        if len(peers) >= MAX_PEERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PEERS} are connected, which is the most")
+        stage, peer = self.stage, Peer()
+        assert stage is not None
+        peers.add(peer)
+        context.add_done_callback(lambda _: peers.discard(peer))
+        reader = asyncio.create_task(self._read(stage, peer, take, frames))
+        peer.writer = asyncio.create_task(peer.write(context))
         try:
-            while (data := await session.outgoing.get()) is not None:
-                yield data
+            await asyncio.wait({reader, peer.writer}, return_when=asyncio.FIRST_COMPLETED)
+            stage.leave(peer)
+            await asyncio.wait({peer.writer}, timeout=LAST_WORDS_S)
+            if peer.too_slow:
+                context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+                context.set_details(f"{MAX_OUTGOING:,} bytes waited to be taken, which is the most")
         finally:
-            reader.cancel()
-            self.sessions.discard(session)
-            stage.leave(session)
+            stage.leave(peer)
+            for task in (reader, peer.writer):
+                task.cancel()
+                task.add_done_callback(_look)
 
-    async def _read_session(self, stage: Stage, session: Session, frames: AsyncIterator[bytes]) -> None:
-        """What a client sends; a frame that cannot be read ends the session, with the reason."""
+    async def _read(self, stage: Stage, peer: Peer, take: Taker, frames: AsyncIterator[bytes]) -> None:
+        """What comes in. A frame that cannot be read, or that this peer does not send, ends the line, with the reason."""
         try:
             async for data in frames:
-                await self._take(stage, session, decode(data, stage.shape))
+                try:
+                    take(stage, peer, decode(data, stage.shape))
+                except ProtocolError as error:
+                    if not self._tell_owner(stage, text_of(data), peer, error):
+                        raise
         except ProtocolError as error:
-            session.send(message_frame(Kind.ERROR, bytes(16), Refusal(kind="refused", reason=str(error))))
+            peer.send(message_frame(Kind.ERROR, bytes(16), Refusal(kind="refused", reason=str(error))))
         finally:
-            session.end()
+            peer.end()
 
-    async def _take(self, stage: Stage, session: Session, frame: Frame) -> None:
+    def _tell_owner(self, stage: Stage, name: bytes, peer: Peer, error: ProtocolError) -> bool:
+        """A bad frame from a stage is the loss of one text, not of all that come the same way."""
+        text = stage.texts.get(name)
+        if peer not in self.stages or text is None or not isinstance(text.owner, Peer):
+            return False
+        refusal = Refusal(kind="refused", reason=f"from the stage before: {error}")
+        text.owner.send(message_frame(Kind.ERROR, name, refusal, text.epoch, max(text.step, 0)))
+        return True
+
+    def _from_client(self, stage: Stage, peer: Peer, frame: Frame) -> None:
         if frame.kind == Kind.OPEN:
             try:
-                stage.open(frame, session)
-                session.send(Frame(Kind.OPENED, frame.text, frame.epoch))
+                stage.open(frame, peer)
+                peer.send(Frame(Kind.OPENED, frame.text, frame.epoch))
             except (StageRefused, ProtocolError) as error:
-                self._tell(session, frame, error)
+                _tell(peer, frame, error)
         elif frame.kind == Kind.STEP:
-            self._start(self._step(stage, frame, session))
+            self._start(self._step(stage, frame, peer))
         elif frame.kind == Kind.CLOSE:
-            stage.close(frame.text, session)
+            stage.close(frame.text, peer)
         elif frame.kind == Kind.PING:
-            session.send(message_frame(Kind.PONG, frame.text, stage.pong(frame.text), frame.epoch, frame.step))
+            peer.send(message_frame(Kind.PONG, frame.text, stage.pong(frame.text), frame.epoch, frame.step))
         else:
             raise ProtocolError(f"frame: a client does not send {frame.kind.name}")
 
-    # --- The stage before this one ---
+    def _from_stage(self, stage: Stage, peer: Peer, frame: Frame) -> None:
+        if frame.kind == Kind.STEP:
+            self._start(self._step(stage, frame, None))
+        elif frame.kind == Kind.PING:
+            peer.send(message_frame(Kind.PONG, bytes(16), stage.pong(b"")))
+        else:
+            raise ProtocolError(f"frame: a stage does not send {frame.kind.name}")
 
-    async def _forward(self, frames: AsyncIterator[bytes], context: Any) -> bytes:
-        stage = await self._ready(context)
-        try:
-            async for data in frames:
-                frame = decode(data, stage.shape)
-                if frame.kind != Kind.STEP:
-                    raise ProtocolError(f"frame: a stage does not send {frame.kind.name}")
-                self._start(self._step(stage, frame, None))
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return b""
+    # --- Steps ---
 
-    async def _step(self, stage: Stage, frame: Frame, sender: Session | None) -> None:
+    async def _step(self, stage: Stage, frame: Frame, sender: Peer | None) -> None:
         """Run it and send what comes out on its way; whatever goes wrong goes to the client."""
         known = stage.texts.get(frame.text)
-        owner = known.owner if known else sender
+        tell = sender or (known.owner if known else None)
         try:
-            out, text = await stage.step(frame)
-            owner = text.owner
+            out, text = await stage.step(frame, sender)
             if out.kind == Kind.STEP:
                 self._send_on(text.request.next, out)
-            elif isinstance(owner, Session):
-                owner.send(out)
+            elif isinstance(text.owner, Peer):
+                text.owner.send(out)
             text.forwarded = frame.step
         except (StageRefused, ProtocolError) as error:
-            if isinstance(error, StageRefused) and error.__cause__ is not None:
+            if error.__cause__ is not None:
                 log.error("a step failed", exc_info=error.__cause__)
-            if isinstance(owner, Session):
-                self._tell(owner, frame, error)
-
-    def _tell(self, session: Session, frame: Frame, error: StageRefused | ProtocolError) -> None:
-        refusal = error.refusal if isinstance(error, StageRefused) else Refusal(kind="refused", reason=str(error))
-        session.send(message_frame(Kind.ERROR, frame.text, refusal, frame.epoch, frame.step))
+            if isinstance(tell, Peer):
+                _tell(tell, frame, error)
 
     def _send_on(self, address: str, frame: Frame) -> None:
+        """Raises StageRefused where too many next stages were named."""
         assert self.stage is not None
         if address not in self._onward:
-            self._onward[address] = Onward(address, self.secrets, self.stage.shape.max_bytes, self._lost)
+            if len(self._onward) >= MAX_ONWARD:
+                raise StageRefused("full", f"texts go on from here to {MAX_ONWARD} addresses, which is the most")
+            if len(self._patience) >= 8 * MAX_ONWARD:
+                self._patience.clear()
+            patience = self._patience.setdefault(address, Patience())
+            self._onward[address] = Onward(address, self.secrets, self.stage, patience, self._lost)
         self._onward[address].send(frame)
 
     def _lost(self, address: str, problem: str) -> None:
         """The stage at an address cannot be reached: each client with a text on that way is told."""
         self._onward.pop(address, None)
-        texts = self.stage.texts if self.stage else {}
-        for name, text in texts.items():
-            if text.request.next == address and isinstance(text.owner, Session):
-                refusal = Refusal(kind="unreachable", reason=f"the next stage at {address}: {problem}", address=address)
+        for name, text in self.stage.texts.items() if self.stage and problem else ():
+            if text.request.next == address and isinstance(text.owner, Peer):
+                refusal = Refusal(kind="unreachable", reason=problem, address=address)
                 text.owner.send(message_frame(Kind.ERROR, name, refusal, text.epoch, max(text.step, 0)))
 
-    def _start(self, work: Awaitable[None]) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_look)
+
+
+def _tell(peer: Peer, frame: Frame, error: StageRefused | ProtocolError) -> None:
+    refusal = error.refusal if isinstance(error, StageRefused) else Refusal(kind="refused", reason=str(error))
+    peer.send(message_frame(Kind.ERROR, frame.text, refusal, frame.epoch, frame.step))
+
+
+def _look(task: asyncio.Task[None]) -> None:
+    """What a task of a line ends with is known by then, unless it is a fault of ours."""
+    if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, grpc.RpcError | grpc.aio.UsageError):
+        log.error("a line failed", exc_info=error)

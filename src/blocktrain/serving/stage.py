@@ -43,6 +43,8 @@ class StageText:
     settings: Settings
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
+    job: asyncio.Future[Result] | None = None  # of the step that runs
+    over: bool = False  # closed, or opened again under a later epoch
     last: Frame | None = None  # answer of, or frame after, the last step
     step: int = -1  # came in
     forwarded: int = -1  # left
@@ -74,6 +76,8 @@ class Stage:
             raise StageRefused("refused", f"epoch: {frame.epoch} is not after {known.epoch}, which is open")
         if known is None and len(self.texts) >= self.max_texts:
             raise StageRefused("full", f"{self.max_texts} texts are open here, which is the most")
+        if known is not None:
+            _end(known)
         self.texts[frame.text] = StageText(owner, request, frame.epoch, TextMemory(), Settings(request.wire, tuple(request.skip)))
 
     def _check_open(self, request: OpenRequest) -> None:
@@ -93,22 +97,30 @@ class Stage:
 
     def close(self, text: bytes, owner: object) -> None:
         if text in self.texts and self.texts[text].owner is owner:
-            del self.texts[text]
+            _end(self.texts.pop(text))
 
     def leave(self, owner: object) -> None:
         """A client is gone, and with it its texts."""
-        self.texts = {name: text for name, text in self.texts.items() if text.owner is not owner}
+        for name in [name for name, text in self.texts.items() if text.owner is owner]:
+            self.close(name, owner)
 
     def pong(self, text: bytes) -> Pong:
         known, since = self.texts.get(text), self.batcher.busy_since
         stalled = 0.0 if since is None else time.monotonic() - since
-        return Pong(texts=len(self.texts), stalled_s=stalled, step=known.step if known else -1, forwarded=known.forwarded if known else -1)
+        if known is None:
+            return Pong(texts=len(self.texts), stalled_s=stalled)
+        return Pong(texts=len(self.texts), stalled_s=stalled, epoch=known.epoch, step=known.step, forwarded=known.forwarded)
 
-    async def step(self, frame: Frame) -> tuple[Frame, StageText]:
-        """Run a step -> the frame for the next stage, or the answer, and the text with where that goes. Raises StageRefused and ProtocolError."""
+    async def step(self, frame: Frame, sender: object | None = None) -> tuple[Frame, StageText]:
+        """Run a step -> the frame for the next stage, or the answer, and the text with where that goes. Raises StageRefused and ProtocolError.
+
+        `sender` is the client it came from, None where it came from a stage. If the text is closed meanwhile, so is the step (CancelledError).
+        """
         text = self.texts.get(frame.text)
         if text is None:
             raise StageRefused("unknown", "text: it is not open here")
+        if sender is not None and sender is not text.owner:
+            raise StageRefused("refused", "text: another client has opened it")
         if text.waiting >= self.MAX_WAITING:
             raise StageRefused("refused", f"step: {text.waiting} steps of this text are waiting already")
         arrived, text.waiting = time.monotonic(), text.waiting + 1
@@ -119,6 +131,8 @@ class Stage:
             text.waiting -= 1
 
     async def _step_in_turn(self, frame: Frame, text: StageText, arrived: float) -> Frame:
+        if text.over:
+            raise StageRefused("unknown", "text: it was closed")
         if frame.epoch != text.epoch:
             raise StageRefused("refused", f"epoch: {frame.epoch}, the text is in {text.epoch}")
         if text.last is not None and frame.step == text.last.step:
@@ -130,8 +144,9 @@ class Stage:
         waited = time.monotonic()
         if frame.remaining_ms and (waited - arrived) * 1000 >= frame.remaining_ms:
             raise StageRefused("failed", f"deadline: over after {waited - arrived:.1f} s in line")
+        text.job = asyncio.ensure_future(self.batcher.run(job))
         try:
-            result = await self.batcher.run(job)
+            result = await text.job
         except Exception as error:
             text.memory = TextMemory()
             raise StageRefused("failed", f"the blocks failed ({type(error).__name__})") from error
@@ -168,7 +183,7 @@ class Stage:
         out = Frame(kind, frame.text, frame.epoch, frame.step, frame.keep, frame.offset, frame.count, frame.want, enter)
         if frame.remaining_ms:
             out.remaining_ms = max(1, frame.remaining_ms - took_us // 1000)
-        out.tensors[Name.HOPS] = _with_hop(frame.tensors, text.request.first, waited_us, took_us - waited_us)
+        out.tensors[Name.HOPS] = _with_hop(frame.tensors, text.request.first, waited_us, took_us - waited_us, self.shape.blocks)
         if result.logits is not None:
             out.tensors[Name.LOGITS] = result.logits
             return out
@@ -178,7 +193,15 @@ class Stage:
         return out
 
 
-def _with_hop(tensors: Mapping[Name, Tensor], first: int, waited_us: int, computed_us: int) -> Tensor:
+def _end(text: StageText) -> None:
+    """Nothing more is computed for it than what is being computed now."""
+    text.over = True
+    if text.job is not None:
+        text.job.cancel()
+
+
+def _with_hop(tensors: Mapping[Name, Tensor], first: int, waited_us: int, computed_us: int, most: int) -> Tensor:
+    """The hops so far and this one, never more than a reader takes."""
     mine = torch.tensor([[first, min(waited_us, MAX_INT32), min(computed_us, MAX_INT32)]], dtype=torch.int32)
     before = tensors.get(Name.HOPS)
-    return mine if before is None else torch.cat((before, mine))
+    return mine if before is None else torch.cat((before[: most - 1], mine))
