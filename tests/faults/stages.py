@@ -79,6 +79,7 @@ class StageProcess:
         return f"{self.host}:{self.port}"
 
     def start(self) -> StageProcess:
+        self.log.unlink(missing_ok=True)  # of the one before
         arguments = ["stage", str(self.run), "--listen", self.address, *(("--block", self.block) if self.block else ()), *self.more]
         environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.process = Process(forge().start(arguments, str(self.log), environment, self.patch), self.log)

@@ -280,7 +280,7 @@ def test_tls_between_all_of_them_and_nobody_else(run: Path, tmp_path: Path):
             said = await refusal(run, *addresses, secrets=host.read_secrets(None, None, None, wrong))
             assert f"client -> {addresses[0]}: its certificate is not signed by --tls-ca" in said
             said = await refusal(run, *addresses)
-            assert f"client -> {addresses[0]}: it closed the connection (if it has --tls-cert, --tls-ca is needed)" in said
+            assert f"client -> {addresses[0]}: it closed the connection (where it has --tls-cert, --tls-ca is needed here)" in said
         async with stage(run, 0, 3) as (address, _):
             said = await refusal(run, address, secrets=host.read_secrets(None, None, None, wrong))
             assert f"client -> {address}: it speaks no TLS, and --tls-ca was given" in said

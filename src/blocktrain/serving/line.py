@@ -67,13 +67,16 @@ def sizes(max_bytes: int) -> list[tuple[str, int]]:
     return [("grpc.max_receive_message_length", max_bytes), ("grpc.max_send_message_length", max_bytes)]
 
 
+CLOSED = "it closed the connection"
 _MEANINGS = (
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by --tls-ca"),
     ("Hostname Verification Check failed", "its certificate is for another name"),
     ("WRONG_VERSION_NUMBER", "it speaks no TLS, and --tls-ca was given"),
     ("Connection refused", "connection refused: nothing listens there"),
     ("DNS", "its name is not known"),
-    ("Socket closed", "it closed the connection (if it has --tls-cert, --tls-ca is needed)"),
+    ("Socket closed", CLOSED),
+    ("reset by peer", CLOSED),
+    ("before receiving SETTINGS", "nothing is heard from there"),
     ("Deadline Exceeded", "no answer in time"),
 )
 
@@ -133,7 +136,7 @@ class Line:
         self._heard = time.monotonic()
         tasks = [asyncio.create_task(self._pulse()), asyncio.create_task(self._write(self._call))]
         try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
+            while isinstance(data := await self._call.read(), bytes):  # otherwise EOF
                 self._heard = time.monotonic()
                 self.take(data)
             raise Broken("it ended the connection")

@@ -18,7 +18,7 @@ from blocktrain.errors import ProtocolError
 from blocktrain.model.transformer import VOCABULARY
 from blocktrain.serving.chain import StageStatus
 from blocktrain.serving.frames import PROTOCOL, Frame, HelloReply, HelloRequest, Kind, Pong, Shape, decode, read_message
-from blocktrain.serving.line import SERVICE, Broken, Line, Patience, Secrets, describe
+from blocktrain.serving.line import CLOSED, SERVICE, Broken, Line, Patience, Secrets, describe
 
 HELLO_S = 4.0  # for a connection and an answer
 PAUSE_S = 0.2  # before a stage that could not be reached is tried again; grows up to MAX_PAUSE_S
@@ -170,7 +170,9 @@ def _state_of(error: Exception) -> tuple[str, str]:
         return error.state, str(error)
     if isinstance(error, grpc.aio.AioRpcError):
         final: Any = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
-        return ("failed" if error.code() in final else "down"), describe(error)
+        told = describe(error)  # the greeting failed
+        hint = " (where it has --tls-cert, --tls-ca is needed here)" if told == CLOSED else ""
+        return ("failed" if error.code() in final else "down"), told + hint
     if isinstance(error, ProtocolError):
         return "failed", str(error)
     if not isinstance(error, Broken):
