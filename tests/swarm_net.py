@@ -40,8 +40,8 @@ from blocktrain.swarm.protocol import (
 )
 from blocktrain.swarm.server import Service
 from blocktrain.swarm.store import Store, memory_store, open_store
-from blocktrain.swarm.wire import serving
 from blocktrain.swarm.worker import Link, Trained, Worker
+from blocktrain.web import serving
 from tests.conftest import tiny_config
 
 Shapes = dict[str, tuple[int, ...]]

@@ -39,6 +39,7 @@ from blocktrain.errors import BlockTrainError, ConfigError
 app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
 for command in (
     cli_serving.generate,
+    cli_serving.serve,
     cli_serving.stage,
     cli_swarm.coordinator,
     cli_swarm.worker,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -71,6 +72,85 @@ def generate(
     else:
         print()
     return 0
+
+
+def serve(
+    run: Run,
+    /,
+    *,
+    listen: Annotated[
+        str, Parameter(help="HOST:PORT to serve at; port 0 takes a free one. Any address but loopback needs --key-file.")
+    ] = "127.0.0.1:8000",
+    mode: Annotated[
+        Literal["exact", "speculative"],
+        Parameter(help="What a request gets that names no mode. speculative gives the same bytes, more of them a traversal."),
+    ] = "exact",
+    max_streams: Annotated[int, Parameter(help="Texts generated at once; who finds no place is told to ask again.")] = 8,
+    wire: WireOption = "bfloat16",
+    stages: Stages = None,
+    allow_missing_blocks: AllowMissing = False,
+    stages_key_file: KeyFile = None,
+    stages_tls_ca: Authority = None,
+    key_file: Annotated[Path | None, Parameter(help="Keys of which whoever asks here shows one, a line each; made if it is not there.")] = None,
+    tls_cert: Annotated[Path | None, Parameter(help="PEM file with the certificate.")] = None,
+    tls_key: Annotated[Path | None, Parameter(help="PEM file with the certificate's key, where --tls-cert does not hold it too.")] = None,
+    plaintext: Annotated[bool, Parameter(negative=(), help="Plain HTTP off loopback: keys and texts can then be read on the way.")] = False,
+) -> int:
+    """Serve a trained run to any client of OpenAI's API, and on a page to chat on. Ctrl-C ends it.
+
+    With --stages the blocks are on other hosts; they are never replaced by blocks in this process.
+    """
+    from blocktrain.serving.gateway import Door
+
+    existing_run(run)
+    if max_streams < 1:
+        raise ConfigError(f"--max-streams: must be at least 1, got {max_streams}")
+    opened = Door(listen, key_file, tls_cert, tls_key, plaintext).open(say)
+    source = Source(run, stages, None, True, allow_missing_blocks, stages_key_file, stages_tls_ca)
+
+    async def until_stopped() -> None:
+        from blocktrain.serving.engine import Engine
+
+        chain, draft = await _chain_and_draft(source, mode)
+        name = run.resolve().name
+        engine = Engine(chain, name, draft, mode=mode, wire=wire, max_streams=max_streams, allow_missing=allow_missing_blocks)
+        print(f"serving {name} at {opened.url}", flush=True)
+        for line in _first_lines(opened.url, name, key_file if opened.keys else None, tls_cert):
+            print(line, flush=True)
+        await opened.serve(engine)
+
+    asyncio.run(until_stopped())
+    say("stopped")
+    return 0
+
+
+async def _chain_and_draft(source: Source, mode: str) -> tuple[Any, Any]:
+    """The blocks and what drafts for them; None where the run gives no draft and none is asked for."""
+    from blocktrain.errors import CheckpointError
+    from blocktrain.serving.decoding import OwnDraft
+    from blocktrain.training.checkpoint import load_run
+
+    loaded = load_run(source.run, say) if source.stages is None else None
+    try:
+        draft = source.drafter() if loaded is None else OwnDraft(loaded)
+    except (ConfigError, CheckpointError) as error:
+        if mode == "speculative":
+            raise
+        say(f"note: no speculative mode here: {error}")
+        draft = None
+    return await source.chain(loaded), draft
+
+
+def _first_lines(url: str, name: str, key_file: Path | None, certificate: Path | None) -> list[str]:
+    """A page, and two lines that ask for a text: each can be pasted into a shell."""
+    key = f' -H "Authorization: Bearer $(head -n1 {shlex.quote(str(key_file))})"' if key_file else ""
+    trust = f" --cacert {shlex.quote(str(certificate))}" if certificate else ""
+    body = json.dumps({"model": name, "prompt": "The ", "max_tokens": 40})
+    curl = f"curl -sg{trust}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)} {shlex.quote(url + '/v1/completions')}"
+    client = f"OpenAI(base_url={url + '/v1'!r}, api_key={f'open({str(key_file)!r}).readline().strip()' if key_file else repr('none')})"
+    python = f"from openai import OpenAI; print({client}.completions.create(model={name!r}, prompt='The ', max_tokens=40).choices[0].text)"
+    before = f"SSL_CERT_FILE={shlex.quote(str(certificate))} " if certificate else ""
+    return [f"page: {url}/", curl, f"{before}python3 -c {shlex.quote(python)}"]
 
 
 def sample(run: Any, prompt: bytes, max_bytes: int) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.swarm import server, wire
+from blocktrain import web
+from blocktrain.swarm import server
 from blocktrain.swarm.dashboard import stream
 from blocktrain.swarm.protocol import Work
 from tests.swarm_net import Served, join, make_coordinator, make_layout, make_update, serve, sha256, wait_until
@@ -19,9 +20,9 @@ from tests.swarm_net import Served, join, make_coordinator, make_layout, make_up
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(wire, "HEAD_S", 0.5)
-    monkeypatch.setattr(wire, "REST_S", 0.5)
-    monkeypatch.setattr(server, "STALL_S", 0.5)
+    monkeypatch.setattr(web, "HEAD_S", 0.5)
+    monkeypatch.setattr(web, "REST_S", 0.5)
+    monkeypatch.setattr(web, "STALL_S", 0.5)
     layout = make_layout(1, {"w": (2000, 1000)})
     with serve(
         make_coordinator(tmp_path / "swarm", layout=layout, limits={"part_mb": 1.0, "parallel_transfers": 2}, round={"inner_steps": 4})

@@ -13,11 +13,12 @@ import torch
 
 from benchmarks.acceptance import formula, noise_of, offline, picks, walk
 from blocktrain import cli
-from blocktrain.errors import BlockTrainError, ConfigError, MemoryLimitError
+from blocktrain.errors import BlockTrainError, ConfigError, MemoryLimitError, ServingError
 from blocktrain.report import logical
 from blocktrain.report.bench_serving import Options, bench_serving, goals_of
 from blocktrain.report.logical import choose_shape, layer_parameters, logical_config, logical_run, sizes_of
-from blocktrain.report.serving_fleet import split
+from blocktrain.report.netlink import Links
+from blocktrain.report.serving_fleet import Fleet, split
 from blocktrain.report.serving_rows import System, figures, run_once
 from blocktrain.report.serving_tables import render
 from blocktrain.report.texts import byte_entropy, distinct, heldout_of
@@ -25,6 +26,7 @@ from blocktrain.report.windows import window_ce, window_figures
 from blocktrain.serving.chain import LocalChain, Step
 from blocktrain.serving.compute import Settings
 from blocktrain.serving.decoding import OwnDraft, Plan
+from blocktrain.serving.host import expected_of
 from blocktrain.serving.sampling import Sampling, pick
 from blocktrain.training.checkpoint import load_run
 from blocktrain.training.data import heldout_windows, load_corpus
@@ -116,6 +118,20 @@ def test_a_row_is_counted_from_what_ran(windowed: Path):
     assert row["ratio"] == pytest.approx(drafted.bytes_per_s / exact.bytes_per_s)
     assert row["bytes_per_traversal"] == 20 / drafted.counts.traversals
     assert row["compute_ms_per_stage"] is None, "a chain in this process does not say"
+
+
+def test_a_stage_that_cannot_start_is_said_at_once(windowed: Path):
+    async def go() -> None:
+        with Links() as links:
+            fleet = Fleet(expected_of(windowed, lambda _: None), lambda *_: ["-c", "raise SystemExit('no such stage')"], split(3, 1), links)
+            fleet.start()
+            try:
+                await fleet.connect()
+            finally:
+                await fleet.close()
+
+    with pytest.raises(ServingError, match="no such stage"):
+        asyncio.run(go())
 
 
 # --- Quality ---

@@ -62,6 +62,7 @@ class Options:
     window_run: Path | None = None
     failovers: int = 0
     streams: int = 8  # texts at once
+    repeats: int = 20  # traversals that overhead is a median of
 
     def __post_init__(self) -> None:
         for flag, values in (("--rtt", self.rtts_ms), ("--mbit", self.mbits_s)):
@@ -76,7 +77,7 @@ class Options:
     @property
     def small(self) -> Options:
         """The same with everything that takes long made short."""
-        return replace(self, rtts_ms=(0.0, 20.0), mbits_s=(0.0,), prompts=2, prompt_bytes=16, max_bytes=16, streams=3)
+        return replace(self, rtts_ms=(0.0, 20.0), mbits_s=(0.0,), prompts=2, prompt_bytes=16, max_bytes=16, streams=2, repeats=6)
 
 
 def bench_serving(run: Path, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
@@ -190,9 +191,9 @@ class Bench:
         watched = Watched(await fleet.connect(direct=True))
         text, between = await watched.open(Plan().settings), {}
         for size in (1, positions):
-            for _ in range(22):
+            for _ in range(self.options.repeats + 2):
                 await text.step(Step(0, 0, [0] * size, size - 1))
-            between[size] = median(t.network_s for t in watched.seen[-20:]) / MS
+            between[size] = median(t.network_s for t in watched.seen[-self.options.repeats :]) / MS
         await text.close()
         stages = len(watched.seen[-1].hops)
         small = between[1] / (stages + 1)
@@ -201,7 +202,7 @@ class Bench:
             "stages": stages,
             "hop_ms": (between[positions] - 2 * small) / (stages - 1) if stages > 1 else small,
             "small_hop_ms": small,
-            "compute_ms_per_stage": median(sum(map(sum, t.hops)) for t in watched.seen[-20:]) / stages / MS,
+            "compute_ms_per_stage": median(sum(map(sum, t.hops)) for t in watched.seen[-self.options.repeats :]) / stages / MS,
         }
 
     def quality(self, heldout: np.ndarray, following: Sequence[bytes]) -> dict[str, Any]:

@@ -39,13 +39,14 @@ from blocktrain.seeding import generator
 from blocktrain.streams import FileSource, Source
 from blocktrain.swarm import identity
 from blocktrain.swarm.coordinator import Coordinator, Text
-from blocktrain.swarm.host import bind, make_server, steady_memory
+from blocktrain.swarm.host import make_server, steady_memory
 from blocktrain.swarm.link import HttpLink
 from blocktrain.swarm.parts import INTERFACE, Layout
 from blocktrain.swarm.protocol import BeginRequest, BlobRef, CommitRequest, JoinLine, Work, parse_join_line
 from blocktrain.swarm.server import Service
 from blocktrain.swarm.store import open_store
 from blocktrain.swarm.worker import Told, Trained, send_parts
+from blocktrain.web import bind
 
 MB = 1_000_000
 TENSOR_MB = 4.0

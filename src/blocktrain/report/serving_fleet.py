@@ -6,11 +6,13 @@ link's delay, and a stage's traffic in and out shares the link's bandwidth. `dir
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,11 +113,13 @@ class Fleet:
         """A client once every block is there; raises ServingError with what a stage that ended said."""
         chain = RemoteChain(self.expected, [host.direct if direct else host.link.address for host in self.hosts])
         self._chains.append(chain)
-        try:
-            await chain.ready(READY_S)
-        except ServingError as error:
+        end = time.monotonic() + READY_S
+        while chain.missing():
             ended = [host.last_words() for host in self.hosts if host.process is None or host.process.poll() is not None]
-            raise ServingError(f"{error}; ended: {'; '.join(ended)}" if ended else str(error)) from None
+            if ended or time.monotonic() > end:
+                raise ServingError(f"{chain.why_not()}; stages that ended: {'; '.join(ended) or 'none'}")
+            await asyncio.sleep(0.05)
+        await chain.ready()
         return chain
 
     def change(self, rtt_ms: float, mbit_s: float) -> None:

@@ -20,7 +20,7 @@ from blocktrain.training.checkpoint import LoadedRun
 from blocktrain.training.composition import Composer
 
 BATCH = 16
-SCORED = 64  # bytes of a window that are scored at least, where it is long enough
+SCORED = 16  # bytes of a window that are scored at least, where it is long enough
 
 
 def window_ce(run: LoadedRun, windows: np.ndarray, width: int, cuts: int = 1) -> Tensor:
@@ -50,7 +50,7 @@ def _cut_ce(run: LoadedRun, composer: Composer, windows: np.ndarray, width: int)
 def window_figures(run: LoadedRun, windows: np.ndarray, width: int, cuts: int | None = None) -> dict[str, Any]:
     """CE of all W bytes, of the first that is masked, and of all that are masked (None where none is); nats per byte.
 
-    By default windows are cut so often that narrow widths score as many bytes as wide ones, within half a window.
+    By default windows are cut so often that narrow widths score 16 bytes of each too, within half a window.
     """
     most = max(1, (windows.shape[1] - 1) // 2 // width)
     ce = window_ce(run, windows, width, min(most, max(1, SCORED // width)) if cuts is None else cuts)

@@ -44,10 +44,9 @@ from blocktrain.swarm.protocol import BlobRef, JoinLine, parse_join_line
 from blocktrain.swarm.server import Service
 from blocktrain.swarm.status import status
 from blocktrain.swarm.store import Store, open_store
-from blocktrain.swarm.wire import mind_the_silent, serving
 from blocktrain.training.data import Corpus, load_corpus
+from blocktrain.web import LOOPBACK, bind, parse_address, serving
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EVERYWHERE = ("0.0.0.0", "::")
 FIRST_TOKEN = "first"
 EVALUATION_SHARE = 0.1  # of the time that evaluating may take
@@ -312,21 +311,6 @@ class Host:
                 self._stop(server, 1)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Its protocol is named, or asyncio leaves Nagle's algorithm on and each reply waits 40 ms for an acknowledgement."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        if os.name != "nt":
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        mind_the_silent(bound)
-        bound.bind((host, port))
-        bound.listen(512)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"--listen {host}:{port}: {error.strerror}; is another coordinator running? Port 0 takes a free one") from None
-    return bound
-
-
 def make_server(app: Any, **files: Any) -> uvicorn.Server:
     """The HTTP server of a coordinator."""
     return uvicorn.Server(uvicorn.Config(app, **serving(), **files))
@@ -348,15 +332,6 @@ async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:
 
 
 # --- Pieces ---
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, [HOST]:PORT for IPv6."""
-    host, colon, port = text.rpartition(":")
-    host = host.strip("[]")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--listen {text}: expected HOST:PORT, for example 127.0.0.1:7700 or 0.0.0.0:7700")
-    return host, int(port)
 
 
 def _public_address(text: str, port: int) -> tuple[str, int]:

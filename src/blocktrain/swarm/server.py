@@ -50,6 +50,7 @@ from blocktrain.swarm.protocol import (
 )
 from blocktrain.swarm.replies import ASK_WAIT_S, answered, find_blob, given_back, granted, refusal
 from blocktrain.swarm.status import status
+from blocktrain.web import Passage
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": Answer} for code in (400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 422, 429, 431, 500, 503, 507)
@@ -58,9 +59,6 @@ CHUNK = 1 << 20
 BATCH = 1 << 19  # bytes of a part that are written at once
 DISK_THREADS = 4  # that write parts
 GATES = 2  # updates that are inspected at once: each takes a few tensors' memory
-HEAD_BYTES = 32 * 1024
-STALL_S = 60.0  # without a byte, either way
-SLOWEST = 1024  # bytes a second
 EACH = 2  # downloads, or parts that come in, of one worker at once
 LINE_S = 15.0  # a place in line is kept for so long without a request
 
@@ -70,7 +68,7 @@ FileResponse.chunk_size = CHUNK
 
 
 class Door:
-    """ASGI middleware: limits and patience for what comes in, and bytes counted as moved."""
+    """ASGI middleware: limits and patience (web.py) for what comes in, and bytes counted as moved."""
 
     def __init__(self, app: Any, coordinator: Coordinator) -> None:
         self.app, self.coordinator = app, coordinator
@@ -93,64 +91,6 @@ class Door:
     def _limit(self, scope: Any) -> int:
         is_part = scope["method"] == "PUT" and "/parts/" in scope["path"]
         return self.coordinator.part_bytes if is_part else self.coordinator.config.limits.json_kb * 1024
-
-
-class Passage:
-    """One request on its way in and its answer on the way out.
-
-    A body must come without a stall of STALL_S, and after that time at SLOWEST bytes a second on average. An answer that is given before the
-    body was heard to its end closes the connection, unless what is left is known to be short: else it would be read for as long as its sender likes.
-    """
-
-    def __init__(self, scope: Any, receive: Any, send: Any, limit: int) -> None:
-        self._receive, self._send, self.limit = receive, send, limit
-        headers = scope["headers"]
-        self.head = sum(len(name) + len(value) + 4 for name, value in headers)
-        self.up = self.head + len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"]) + 14
-        self.down, self.body, self.began = 0, 0, time.monotonic()
-        named = dict(headers)
-        self.declared = _number(named.get(b"content-length", b"0"))
-        self.whole = not self.declared and b"transfer-encoding" not in named
-        self.closes = self.declared > limit or b"transfer-encoding" in named or b"expect" in named
-        self.coding = named.get(b"content-encoding", b"identity")
-
-    def wrong(self) -> HTTPException | None:
-        """What is refused before anything is read."""
-        if self.declared > self.limit:
-            return self._too_long()
-        if self.head > HEAD_BYTES:
-            return HTTPException(431, f"headers: longer than the {HEAD_BYTES} bytes that are allowed")
-        if self.coding.lower() != b"identity":
-            return HTTPException(415, "content-encoding: bodies are taken as they are, not packed")
-        return None
-
-    def _too_long(self) -> HTTPException:
-        return HTTPException(413, f"body: longer than the {self.limit} bytes that are allowed here")
-
-    async def receive(self) -> Any:
-        if self.whole:  # only its sender's going away is still to be heard
-            return await self._receive()
-        left = self.began + STALL_S + self.body / SLOWEST - time.monotonic()
-        try:
-            async with asyncio.timeout(max(0.0, min(STALL_S, left))):
-                message = await self._receive()
-        except TimeoutError:
-            raise HTTPException(408, "body: came too slowly, or not at all") from None
-        count = len(message.get("body", b""))
-        self.up, self.body = self.up + count, self.body + count
-        self.whole = not message.get("more_body", False)
-        if self.body > self.limit:
-            raise self._too_long()
-        return message
-
-    async def send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            if self.closes and not self.whole:
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            self.down += sum(len(name) + len(value) + 4 for name, value in message.get("headers", ())) + 19
-        async with asyncio.timeout(STALL_S):  # for a reader who has stopped reading
-            await self._send(message)
-        self.down += len(message.get("body", b""))
 
 
 class Line:
@@ -541,11 +481,6 @@ def _range(text: str | None, size: int) -> tuple[int | None, int]:
     if not match or int(match[1]) >= size:
         return None, size
     return int(match[1]), min(size, int(match[2]) + 1 if match[2] else size)
-
-
-def _number(text: bytes) -> int:
-    """A declared length; what is not a number is as bad as one that is too large."""
-    return int(text) if text.isdigit() and len(text) < 19 else 1 << 62
 
 
 def _address(request: Request) -> str:
