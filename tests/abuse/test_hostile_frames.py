@@ -22,7 +22,7 @@ import torch
 
 from blocktrain.serving.compute import Settings
 from blocktrain.serving.frames import Frame, Kind, Name, OpenRequest, ids_tensor, message_frame
-from tests.faults.stages import Stages, golden, make_run, memory_of, plan_of, tell, until_free
+from tests.faults.stages import Stages, golden, make_run, memory_of, plan_of, tell, texts_at, until_free
 
 FRAMES = int(os.environ.get("BLOCKTRAIN_HOSTILE", "20000"))
 MINE = b"hostile client's"
@@ -129,15 +129,15 @@ def unreadable(draw: random.Random) -> bytes:
     )
 
 
-async def session(channel: Any, sent: list[bytes]) -> tuple[int, list[Frame | bytes]]:
-    """One session: what was sent until it ended, and what came back."""
-    call, count, answers = channel.stream_stream("/blocktrain.Stage/Session")(), 0, []
+async def session(channel: Any, sent: list[bytes]) -> tuple[int, list[bytes]]:
+    """One session: how much was sent until it ended, and what came back."""
+    import grpc
+
+    call, count, answers = channel.stream_stream("/blocktrain.Stage/Session")(), 0, list[bytes]()
 
     async def read() -> None:
-        while (data := await call.read()) is not grpc_eof():
+        while isinstance(data := await call.read(), bytes):
             answers.append(data)
-
-    import grpc
 
     reading = asyncio.create_task(read())
     try:
@@ -150,12 +150,6 @@ async def session(channel: Any, sent: list[bytes]) -> tuple[int, list[Frame | by
     assert reading.done()
     reading.exception()
     return count, answers
-
-
-def grpc_eof() -> Any:
-    import grpc.aio
-
-    return grpc.aio.EOF
 
 
 async def attack(address: str, others: list[bytes], frames: int, seed: int, warm: Callable[[], None]) -> int:
@@ -267,12 +261,20 @@ def test_a_flood_of_frames_that_nobody_reads_takes_no_memory(run: Path, stages: 
         async with grpc.aio.insecure_channel(stage.address) as channel:
             call = channel.stream_stream("/blocktrain.Stage/Session")()
             await call.write(message_frame(Kind.OPEN, MINE, OPEN, 1).encode())
+            assert (await call.read())[4] == Kind.OPENED
             again = step(ids=[1] * 32).encode()  # 32 KiB of logits each
-            for _ in range(5000):
-                await asyncio.wait_for(call.write(again), 30)
-            with contextlib.suppress(grpc.RpcError):
-                while await call.read() is not grpc.aio.EOF:
-                    pass
+            end = time.monotonic() + 60
+            while await texts_at(stage.address):
+                assert time.monotonic() < end, "it is still served"
+                for _ in range(500):
+                    await asyncio.wait_for(call.write(again), 30)
+
+            async def rest() -> None:
+                with contextlib.suppress(grpc.RpcError):
+                    while isinstance(await call.read(), bytes):
+                        pass
+
+            await asyncio.wait_for(rest(), 60)
             assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await until_free(stages.addresses)
         print(f"memory {(memory_of(stage.pid) - before) / 2**20:+.1f} MiB")

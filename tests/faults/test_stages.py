@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import re
 import shutil
 import signal
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
@@ -17,6 +19,8 @@ import pytest
 
 from blocktrain.errors import ServingError
 from blocktrain.serving.decoding import Plan, generate
+from blocktrain.serving.host import expected_of
+from blocktrain.serving.pipeline import RemoteChain
 from tests.faults.stages import (
     LIMIT_S,
     PROMPT,
@@ -39,6 +43,7 @@ from tests.faults.swarm import Process, forge, free_port
 
 # A stall is at most 2 s on a machine that is not busy, which is printed; here it is only made sure that nobody waits for a timeout of TCP.
 BUSY_S = 10.0
+CHURN = int(os.environ.get("BLOCKTRAIN_CHURN", "8"))  # kills of a stage under one client
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +304,7 @@ def churn(stages: Stages, run: Path, times: int) -> dict[str, Any]:
         async with stages.client(*stages.addresses[:3], stages.addresses[4]) as chain:
             for number in range(times + 3):
                 if number == 3:  # what is made once has been made
-                    found.update(files=files_of(os_pid()), memory=memory_of(os_pid()), tasks=tasks_of(loop))
+                    found.update(files=files_of(os.getpid()), memory=memory_of(os.getpid()), tasks=tasks_of(loop))
                     found.update(stage_files=files_of(stages[0].pid), stage_memory=memory_of(stages[0].pid))
                 told = await tell(chain, plan_of(max_bytes=6), at=2, do=stages[1].kill)
                 assert told.data == golden_short
@@ -307,29 +312,24 @@ def churn(stages: Stages, run: Path, times: int) -> dict[str, Any]:
                 stages[1].start()
                 await until(lambda: chain.links[1].up, "it is back", LIMIT_S)
             await until(lambda: tasks_of(loop) <= found["tasks"], f"tasks: {tasks_of(loop)} after {found['tasks']}")
-            found.update(files_after=files_of(os_pid()), memory_after=memory_of(os_pid()), tasks_after=tasks_of(loop))
+            found.update(files_after=files_of(os.getpid()), memory_after=memory_of(os.getpid()), tasks_after=tasks_of(loop))
             found.update(stage_files_after=files_of(stages[0].pid), stage_memory_after=memory_of(stages[0].pid))
-            found["cpu"], found["stage_cpu"] = await idle_cpu(os_pid), await idle_cpu(lambda: stages[0].pid)
+            found["cpu"], found["stage_cpu"] = await idle_cpu(os.getpid()), await idle_cpu(stages[0].pid)
 
     golden_short = golden(run, plan_of(max_bytes=6))
     asyncio.run(go())
     return found
 
 
-def os_pid() -> int:
-    import os
-
-    return os.getpid()
-
-
-async def idle_cpu(pid: Callable[[], int], seconds: float = 2.0) -> float:
-    began, used = time.monotonic(), cpu_of(pid())
+async def idle_cpu(pid: int, seconds: float = 2.0) -> float:
+    """Share of a core that a process takes."""
+    began, used = time.monotonic(), cpu_of(pid)
     await asyncio.sleep(seconds)
-    return (cpu_of(pid()) - used) / (time.monotonic() - began)
+    return (cpu_of(pid) - used) / (time.monotonic() - began)
 
 
 def test_kills_and_restarts_leave_nothing_behind(run: Path, stages: Stages):
-    found = churn(stages, run, int(__import__("os").environ.get("BLOCKTRAIN_CHURN", "8")))
+    found = churn(stages, run, CHURN)
     print(found)
     assert found["files_after"] <= found["files"] + 4
     assert found["stage_files_after"] <= found["stage_files"] + 4
@@ -412,9 +412,6 @@ SMALL = "import blocktrain.report.measure as m; m.available_memory = lambda devi
     ],
 )
 def test_a_stage_that_cannot_load_says_why_and_ends(spoil: Callable[[Path], None], patch: str, why: str, tmp_path: Path, run: Path):
-    import re
-    import socket
-
     spoil(copy := part(run, tmp_path / "copy", 0, 1, 2))
     stage = StageProcess(copy, "1", tmp_path / "stage.log", patch=patch).start()
     assert stage.process is not None
@@ -433,9 +430,6 @@ def test_while_a_stage_that_failed_lingers_whoever_asks_is_told_why(tmp_path: Pa
         stages.all.append(stage)
 
         async def go() -> str:
-            from blocktrain.serving.host import expected_of
-            from blocktrain.serving.pipeline import RemoteChain
-
             chain = RemoteChain(expected_of(run, str), [stage.address])
             try:
                 await until(lambda: chain.links[0].state == "failed", "it failed", LIMIT_S)
@@ -444,7 +438,3 @@ def test_while_a_stage_that_failed_lingers_whoever_asks_is_told_why(tmp_path: Pa
                 await chain.close()
 
         assert "damaged" in asyncio.run(go())
-
-
-if sys.platform != "linux":
-    pytest.skip("processes are looked at in /proc", allow_module_level=True)
