@@ -42,6 +42,7 @@ from blocktrain.swarm.export import export
 from blocktrain.swarm.parts import layout_of
 from blocktrain.swarm.protocol import BlobRef, JoinLine, parse_join_line
 from blocktrain.swarm.server import Service
+from blocktrain.swarm.state import ChangeRules
 from blocktrain.swarm.status import status
 from blocktrain.swarm.store import Store, open_store
 from blocktrain.training.data import Corpus, load_corpus
@@ -307,6 +308,8 @@ class Host:
             with self.coordinator.reading():
                 alone_s = self.coordinator.machine.figures(self.coordinator.now()).alone_s
             if alone_s >= self.alone_min * 60:
+                rules = self.coordinator.machine.state.rules
+                self.coordinator.record(lambda now: ChangeRules(now, rules))  # so the run's clock, by which --status counts, stands at this moment
                 self.say(f"no workers for {alone_s / 60:.1f} min: ends with exit code 1 (--alone-min {self.alone_min:g})")
                 self._stop(server, 1)
 
