@@ -26,7 +26,7 @@ import pytest
 
 from tests.abuse.test_hostile_bytes import read, send
 
-COUNT = int(os.environ.get("BLOCKTRAIN_HOSTILE", "20000"))
+COUNT = int(os.environ.get("BLOCKTRAIN_HOSTILE", "6000"))
 ROOT = Path(__file__).parents[2]
 GROWTH = 30e6
 HONEST = {"model": "tiny", "prompt": "once upon", "max_tokens": 5, "temperature": 0, "seed": 1}

@@ -25,7 +25,7 @@ import httpx2
 import psutil
 import pytest
 
-COUNT = int(os.environ.get("BLOCKTRAIN_HOSTILE", "20000"))
+COUNT = int(os.environ.get("BLOCKTRAIN_HOSTILE", "6000"))
 ROOT = Path(__file__).parents[2]
 DIGEST = "ab" * 32
 GROWTH = 30e6

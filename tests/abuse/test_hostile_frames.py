@@ -1,6 +1,6 @@
 """A hostile client, of every kind at once, against a real stage that serves an honest text meanwhile.
 
-BLOCKTRAIN_HOSTILE frames (20,000) go over gRPC sessions; other bytes go over plain sockets. Whatever comes ends in an error frame or a closed
+BLOCKTRAIN_HOSTILE frames (10,000) go over gRPC sessions; other bytes go over plain sockets. Whatever comes ends in an error frame or a closed
 session; the honest text keeps its bytes, the process its memory, and its log stays empty.
 """
 
@@ -24,7 +24,7 @@ from blocktrain.serving.compute import Settings
 from blocktrain.serving.frames import Frame, Kind, Name, OpenRequest, ids_tensor, message_frame
 from tests.faults.stages import Stages, golden, make_run, memory_of, plan_of, tell, texts_at, until_free
 
-FRAMES = int(os.environ.get("BLOCKTRAIN_HOSTILE", "20000"))
+FRAMES = int(os.environ.get("BLOCKTRAIN_HOSTILE", "10000"))
 MINE = b"hostile client's"
 OPEN = OpenRequest(wire="float32", first=0, stop=3)
 HEAD = struct.Struct("<4sBBH16sIII")

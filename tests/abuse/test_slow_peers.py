@@ -146,20 +146,14 @@ def test_a_part_that_stalls_or_breaks_off_leaves_nothing_and_can_be_sent_again(s
         assert http.put(path, content=part).status_code == 200
 
 
-def test_no_worker_can_have_more_than_two_parts_on_their_way(served: Served):
+def test_no_worker_can_have_more_than_two_parts_on_their_way(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(web, "STALL_S", 60.0)  # who stands still is to be there until the end
     secret, other = session(served), session(served, "v")
     path, part = begun(served, secret)
-    two: list[socket.socket] = []
-
-    def both_on_their_way() -> bool:
-        """On a slow machine the first may have been given up before the second is there: then again."""
-        if not served.service.incoming.total():
-            two[:] = [connect(served) for _ in range(2)]
-            for peer in two:
-                peer.sendall(head("PUT", path, secret, f"content-length: {len(part)}") + part[:1000])
-        return served.service.incoming.total() == 2
-
-    wait_until(both_on_their_way)
+    two = [connect(served) for _ in range(2)]
+    for peer in two:
+        peer.sendall(head("PUT", path, secret, f"content-length: {len(part)}") + part[:1000])
+    wait_until(lambda: served.service.incoming.total() == 2)
     with served.http(secret) as http:
         reply = http.put(path, content=part)
         assert reply.status_code == 429 and "parts of one worker" in reply.json()["reason"]
