@@ -43,7 +43,7 @@ from tests.faults.swarm import Process, forge, free_port
 
 # A stall is at most 2 s on a machine that is not busy, which is printed; here it is only made sure that nobody waits for a timeout of TCP.
 BUSY_S = 10.0
-CHURN = int(os.environ.get("BLOCKTRAIN_CHURN", "8"))  # kills of a stage under one client
+CHURN = int(os.environ.get("BLOCKTRAIN_CHURN", "5"))  # kills of a stage under one client
 
 
 @pytest.fixture(scope="module")
