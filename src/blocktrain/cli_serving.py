@@ -59,8 +59,13 @@ def generate(
     """
     from blocktrain.serving.decoding import Plan
 
+    for flag, value, its in (("--window", window, "sweep"), ("--draft-bytes", draft_bytes, "speculative"), ("--draft", draft, "speculative")):
+        if value is not None and mode != its:
+            raise ConfigError(f"{flag}: only with --mode {its}")
     plan = Plan(mode, *_plan_parts(temperature, top_p, seed, max_bytes, wire, draft_bytes), window=window)
-    existing_run(run)
+    positions = load_config(existing_run(run)).model.positions
+    if (length := len(os.fsencode(prompt))) > positions:
+        say(f"note: the prompt has {length} bytes and this run {positions} positions; it goes on from the last {positions * 3 // 4} of them")
     source = Source(run, stages, draft if mode == "speculative" else None, mode == "speculative", allow_missing_blocks, key_file, tls_ca)
     data, counts = asyncio.run(_generate(source, plan, os.fsencode(prompt), None if json_ else _show))
     if counts.missing:

@@ -260,7 +260,7 @@ def test_a_key_that_is_missing_or_wrong_is_refused_at_once(run: Path):
             for secrets in (Secrets(), Secrets("x" * 32)):
                 began = asyncio.get_running_loop().time()
                 said = await refusal(run, *addresses, secrets=secrets, ready_s=30.0)
-                assert f"client -> {addresses[0]}: unauthenticated: key: missing or wrong" in said
+                assert f"client -> {addresses[0]}: the key is missing or wrong (--key-file)" in said
                 assert asyncio.get_running_loop().time() - began < 15
             async with chained(run, *addresses, secrets=Secrets(KEY)) as chain:
                 assert (await tell(chain, plan_of())).data == golden(run, plan_of())

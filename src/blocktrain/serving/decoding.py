@@ -276,10 +276,11 @@ async def sweep(text: Text, capacity: int, prompt: bytes, max_bytes: int, sampli
 def check_sweep(config: RunConfig, width: int) -> None:
     """Raises ConfigError where a run cannot give `width` bytes a traversal."""
     most = config.objective.window + 1
+    if most == 1:
+        raise ConfigError("--mode sweep: this run was trained without a window (--set objective.window=W when it is made)")
     if width > most:
-        why = "it was trained without a window" if most == 1 else f"it was trained with objective.window = {config.objective.window}"
-        limit = f"at most {most} byte{'s' * (most > 1)} a traversal, got {width}"
-        raise ConfigError(f"--window: this run gives {limit}: {why} (--set objective.window=W when it is made)")
+        why = f"it was trained with objective.window = {config.objective.window}"
+        raise ConfigError(f"--window: this run gives at most {most} bytes a traversal, got {width}: {why}")
     if width < 1:
         raise ConfigError(f"--window: must be at least 1, got {width}")
 

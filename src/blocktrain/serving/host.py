@@ -83,8 +83,10 @@ async def serve_stage(options: StageOptions, secrets: Secrets, say: Callable[[st
         host = options.listen.rpartition(":")[0]
         blocks = f"block {options.blocks[0]}" if len(options.blocks) == 1 else f"blocks {options.blocks[0]} to {options.blocks[-1]}"
         say(f"stage {server.node}: {blocks} of {options.run}, {server.stage and server.stage.runner.hardware}, step {loaded.progress.step}")
-        say(f"address: {host}:{port}")
+        everywhere = " (every address of this machine; clients name one that they can reach)" if host in ("0.0.0.0", "[::]") else ""
+        say(f"address: {host}:{port}{everywhere}")
         await stop.wait()
+        say("stopping")
         return 0
     finally:
         await server.stop()

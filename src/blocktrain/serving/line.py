@@ -69,6 +69,9 @@ def sizes(max_bytes: int) -> list[tuple[str, int]]:
 
 CLOSED = "it closed the connection"
 _MEANINGS = (
+    ("key: missing or wrong", "the key is missing or wrong (--key-file)"),
+    ("Failed parsing HTTP/2", "what listens there is no stage"),
+    ("Cancelling all calls", "it is ending"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by --tls-ca"),
     ("Hostname Verification Check failed", "its certificate is for another name"),
     ("WRONG_VERSION_NUMBER", "it speaks no TLS, and --tls-ca was given"),

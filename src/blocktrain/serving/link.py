@@ -111,7 +111,7 @@ class StageLink:
 
     def status(self) -> StageStatus:
         node = self.hello.node if self.hello else ""
-        return StageStatus(self.address, node, self.span, self.state, "" if self.up else self.reason, self.texts)  # type: ignore[arg-type]
+        return StageStatus(self.address, node, self.span, self.state, "" if self.up else self.reason, self.texts if self.up else 0)  # type: ignore[arg-type]
 
     def send(self, frame: Frame) -> None:
         """Nothing happens where the stage is not up: whoever had a text there has been told."""

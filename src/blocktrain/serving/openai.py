@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from blocktrain.errors import BlockTrainError
+from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.seeding import fold
 from blocktrain.serving import refusals
 from blocktrain.serving.answers import ChatShape, Choice, CompletionShape
@@ -144,6 +144,9 @@ def plans_of(engine: Engine, body: Asking) -> list[Plan]:
     temperature, top_p = (TEMPERATURE if body.temperature is None else body.temperature), (1.0 if body.top_p is None else body.top_p)
     seeds = [seed if i == 0 else fold(seed, "choice", i) for i in range(body.n or 1)]
     mode, settings = body.mode or engine.mode, Settings(body.wire or engine.wire)
+    for field, value, its in (("window", body.window, "sweep"), ("draft_bytes", body.draft_bytes, "speculative")):
+        if value is not None and mode != its:
+            raise ConfigError(f"{field}: only with mode {its}, this request is answered in {mode}")
     return [Plan(mode, Sampling(temperature, top_p, s), body.max_bytes, settings, body.draft_bytes, body.window) for s in seeds]
 
 
@@ -175,7 +178,7 @@ def _add_facts(app: FastAPI, engine: Engine) -> None:
         trouble, config = engine.trouble(status), engine.chain.config
         facts = {"model": engine.run_name, "healthy": not trouble, "reason": trouble, "blocks": config.model.blocks, "missing": status.missing}
         room = {"streams": engine.streams, "max_streams": engine.max_streams, "positions": engine.positions}
-        stages = [asdict(stage) | {"up": stage.state == "up"} for stage in status.stages]
+        stages = [asdict(stage) | {"blocks": list(range(*stage.blocks)), "up": stage.state == "up"} for stage in status.stages]
         return facts | room | {"modes": engine.modes, "mode": engine.mode, "stalled_s": round(status.stalled_s, 3), "stages": stages}
 
     @app.get("/health")
