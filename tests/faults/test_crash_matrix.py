@@ -75,12 +75,13 @@ def crash_at(point: str) -> str:
 
 
 def run_cell(cell: Cell, folder: Path, text: Path) -> Outcome:
-    with Swarm(folder, text, cell.settings, patch=FEW_EVENTS) as swarm:
+    more = ("train.steps=24",) if cell.settings == TOGETHER else ()  # so that the one to be killed gets to its point, however fast the other is
+    with Swarm(folder, text, (*cell.settings, *more), patch=FEW_EVENTS) as swarm:
         at = crash_at(cell.point)
         stay = ["--stay"] if cell.process == "worker" else []  # others may end the run before the killed worker is back
         coordinator = swarm.coordinator(*stay, crash=at if cell.process == "coordinator" else "")
-        others = [swarm.worker("other")] if cell.settings == TOGETHER else []
         worker = swarm.worker(crash=at if cell.process == "worker" else "")
+        others = [swarm.worker("other")] if cell.settings == TOGETHER else []
         killed = coordinator if cell.process == "coordinator" else worker
         assert killed.end() == -signal.SIGKILL, f"{cell.point} was not reached\n{swarm.outputs()}"
         if killed is coordinator:

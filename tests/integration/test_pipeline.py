@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 
 from blocktrain.cli import run as command
 from blocktrain.errors import BusyError, ConfigError, ServingError
-from blocktrain.serving import frames, host, line, link, remote_text, server
+from blocktrain.serving import frames, host, line, link, pipeline, remote_text, server
 from blocktrain.serving.compute import Result, Settings
 from blocktrain.serving.frames import Frame, HelloReply, Kind, Name
 from blocktrain.serving.line import SERVICE, Secrets
@@ -362,7 +362,7 @@ def test_an_answer_that_is_none_is_an_error(change: Callable[[Frame], None], sai
 
 
 def test_blocks_that_hang_are_given_up_though_the_stage_answers_pings(run: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote_text, "STALLED_S", 1.0)
+    monkeypatch.setattr(pipeline, "STEP_LIMIT_S", 1.0)
 
     async def go() -> None:
         async with stage(run, 0, 3) as (a, door), stage(run, 0, 3) as (b, _):

@@ -9,11 +9,14 @@ block from (seed, block), so whoever makes block 2 makes the same block 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from blocktrain.config import ModelConfig
 from blocktrain.model.layers import TransformerLayer, rms_norm, rotary_table
@@ -135,6 +138,23 @@ class BlockStack(nn.Module):
     def memory(self, index: int) -> BlockMemory:
         """An empty memory of one text for a block."""
         return BlockMemory(self.config, len(self.block(index).private))
+
+
+class _NoDraws(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules made inside have shapes and no numbers.
+
+    Draws are left out, since on the meta device torch would make them by reference code that takes seconds to import.
+    """
+    with torch.device("meta"), _NoDraws(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def layer_flops(config: ModelConfig) -> int:

@@ -20,12 +20,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from blocktrain.config import RunConfig
 from blocktrain.model.layers import TransformerLayer
-from blocktrain.model.transformer import DenoisingBlock, Interface, parameter_count
+from blocktrain.model.transformer import DenoisingBlock, Interface, parameter_count, shapes_only
 from blocktrain.report.activations import Precision, span_activations
 from blocktrain.training.objective import Span, spans_of
 
@@ -94,7 +93,7 @@ class Count:
 
 def count_layer(config: RunConfig) -> Count:
     """One transformer layer. Without a noise level the modulation is its bias alone."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with shapes_only():
         layer = TransformerLayer(config.model)
         block = DenoisingBlock(config.model.model_copy(update={"layers_per_block": 1}))
     unreached = 0 if config.objective.noisy else layer.modulation.weight.numel()
@@ -103,7 +102,7 @@ def count_layer(config: RunConfig) -> Count:
 
 def count_interface(config: RunConfig, first: int = 0) -> Count:
     """The interface, trained from block `first` on. Which of its tables a loss reaches depends on the loss and on where its gradient ends."""
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with shapes_only():
         interface = Interface(config.model)
     mse = config.objective.loss == "embedding_mse"
     unreached: list[nn.Module] = [interface.head, interface.targets] if mse else [interface.denoised]

@@ -19,7 +19,7 @@ from torch import nn
 from blocktrain.config import ModelConfig, RunConfig, make_config
 from blocktrain.diffusion.noise import make_partition
 from blocktrain.errors import ConfigError, MemoryLimitError
-from blocktrain.model.transformer import BlockStack, parameter_count
+from blocktrain.model.transformer import BlockStack, parameter_count, shapes_only
 from blocktrain.report.measure import available_memory
 from blocktrain.training.checkpoint import LoadedRun
 from blocktrain.training.hardware import choose_hardware
@@ -88,7 +88,7 @@ class Sizes:
 def sizes_of(config: RunConfig) -> Sizes:
     """Counted on a stack without memory."""
     model = config.model
-    with torch.device("meta"):
+    with shapes_only():
         one = BlockStack(model.model_copy(update={"layers_per_block": 1}), seed=0, blocks=[0])
     layer = sum(p.numel() for p in one.block(0).layers.parameters())
     physical = parameter_count(one)

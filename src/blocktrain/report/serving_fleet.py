@@ -112,6 +112,7 @@ class Fleet:
     async def connect(self, direct: bool = False) -> RemoteChain:
         """A client once every block is there; raises ServingError with what a stage that ended said."""
         chain = RemoteChain(self.expected, [host.direct if direct else host.link.address for host in self.hosts])
+        chain.step_limit_s = 3600.0  # a large shape on a small machine is slow, not stuck
         self._chains.append(chain)
         end = time.monotonic() + READY_S
         while chain.missing():

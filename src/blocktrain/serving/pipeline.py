@@ -22,6 +22,7 @@ __all__ = ["Expected", "Hop", "RemoteChain", "RemoteText", "Secrets"]
 
 AVOID_S = 20.0  # for which a way that broke is not taken where there is another
 RETRY_S = 1.0  # and where there is none
+STEP_LIMIT_S = 60.0  # for which a stage's blocks may be at one batch of steps
 
 
 class RemoteChain:
@@ -30,6 +31,7 @@ class RemoteChain:
     def __init__(self, expected: Expected, addresses: Sequence[str], secrets: Secrets | None = None, allow_missing_blocks: bool = False) -> None:
         self.expected, self.config, self.shape = expected, expected.config, expected.shape
         self.allow_missing_blocks = allow_missing_blocks
+        self.step_limit_s = STEP_LIMIT_S
         self.texts: dict[bytes, RemoteText] = {}
         self._broken: dict[tuple[str, str], float] = {}  # way from address ("*": any) to address -> when it broke
         self._changed = asyncio.Event()

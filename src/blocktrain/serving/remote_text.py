@@ -29,7 +29,6 @@ LOOK_S = 0.5  # between two looks for a step that is not answered
 OPEN_S = 5.0  # for a stage to say that it has opened a text
 STUCK_S = 3.0  # between one stage sending a step on and the next one having it
 CLIENT = "client"
-STALLED_S = 60.0  # for which blocks may be at one batch of steps
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class Routes(Protocol):
 
     texts: dict[bytes, RemoteText]
     allow_missing_blocks: bool
+    step_limit_s: float
 
     @property
     def config(self) -> RunConfig: ...
@@ -240,7 +240,7 @@ class RemoteText:
         for hop, place in zip(self.route, places, strict=True):
             if place and place.epoch != self.epoch:
                 return self._end(StageLost(f"{hop.link.address}: has forgotten the text"))
-            if place and place.step >= self.number > place.forwarded and hop.link.stalled_s > STALLED_S:
+            if place and place.step >= self.number > place.forwarded and hop.link.stalled_s > self.chain.step_limit_s:
                 self.chain.broke("*", hop.link.address)
                 return self._end(StageLost(f"{hop.link.address}: its blocks have been at one step for {hop.link.stalled_s:.0f} s"))
         self._look_between([place for place in places if place])

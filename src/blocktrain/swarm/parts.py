@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import RunConfig, make_config, merge_fields
 from blocktrain.diffusion.noise import make_partition
-from blocktrain.model.transformer import BlockStack, Interface
+from blocktrain.model.transformer import BlockStack, Interface, shapes_only
 from blocktrain.seeding import generator
 from blocktrain.swarm.protocol import part_of
 from blocktrain.training.objective import SpanObjective, make_views
@@ -72,7 +72,7 @@ def layout_of(config: RunConfig) -> Layout:
     entries: dict[str, Entries] = {}
     trainable: dict[str, tuple[str, ...]] = {}
     learns = _learning(config)
-    with torch.device("meta"):
+    with shapes_only():
         stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
     for part, module in [(INTERFACE, stack.interface), *((part_of(b), stack.block(b)) for b in range(config.model.blocks))]:
         entries[part] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
