@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv-check"
 BIN = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")  # as in tests/integration/test_page.py
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")  # as in tests/browsing.py
 
 
 def run(title: str, *command: str | Path) -> None:

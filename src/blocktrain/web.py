@@ -3,7 +3,7 @@
 Two layers. `Passage` is the application's: the limit on a body before it is parsed, and patience with one request and its answer. `PatientProtocol`
 is below it, since uvicorn has limits only between two requests: a head (request line and headers) has to be whole after HEAD_S, what is neither body
 nor the end of something may be HEAD_BYTES long (heads, trailers, extensions of chunks), and the rest of a body that was answered early has REST_S to
-pass. And the address: HOST:PORT as a person writes it, and a socket that listens there.
+pass. And the address: HOST:PORT as a person writes it, and a socket that listens there. And the headers of the pages that are served.
 """
 
 from __future__ import annotations
@@ -29,6 +29,22 @@ STALL_S = 60.0  # without a byte, either way
 SLOWEST = 1024  # bytes a second
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SPARE_FILES = 256  # descriptors that are not for connections
+# Of a page and its files: nothing in it comes from anywhere else, and no style or script is written into it.
+PAGE_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
+        *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
+    ]
+)
+PAGE_HEADERS = {
+    "Content-Security-Policy": PAGE_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 class Passage:

@@ -24,6 +24,7 @@ import httpx2
 import psutil
 import pytest
 
+from tests.abuse.bodies import any_bytes, mutated, truncated
 from tests.abuse.test_hostile_bytes import read, send
 
 COUNT = int(os.environ.get("BLOCKTRAIN_HOSTILE", "6000"))
@@ -91,24 +92,8 @@ def target() -> Iterator[Target]:
 # --- Bodies ---
 
 
-def any_bytes(dice: random.Random, _: str) -> bytes:
-    return dice.randbytes(dice.randrange(400))
-
-
-def truncated(dice: random.Random, path: str) -> bytes:
-    data = json.dumps(GOOD[path]).encode()
-    return data[: dice.randrange(len(data))]
-
-
-def mutated(dice: random.Random, path: str) -> bytes:
-    data = bytearray(json.dumps(GOOD[path]).encode())
-    for _ in range(dice.randint(1, 4)):
-        data[dice.randrange(len(data))] = dice.randrange(256)
-    return bytes(data)
-
-
-def wrong_types(dice: random.Random, path: str) -> bytes:
-    message = dict(GOOD[path])
+def wrong_types(dice: random.Random, message: dict[str, Any]) -> bytes:
+    message = dict(message)
     for name in dice.sample(list(message), dice.randint(1, 3)):
         message[name] = dice.choice(JUNK)
     if dice.random() < 0.3:
@@ -119,25 +104,25 @@ def wrong_types(dice: random.Random, path: str) -> bytes:
     return json.dumps(message).encode()
 
 
-def without_some(dice: random.Random, path: str) -> bytes:
-    message = dict(GOOD[path])
+def without_some(dice: random.Random, message: dict[str, Any]) -> bytes:
+    message = dict(message)
     for name in dice.sample([name for name in message if not name.startswith("max")], dice.randint(1, 3)):
         del message[name]
     return json.dumps(message).encode()
 
 
-def deep(dice: random.Random, _: str) -> bytes:
+def deep(dice: random.Random, _: dict[str, Any]) -> bytes:
     return dice.choice([b"[", b'{"model":', b'{"messages":[']) * dice.choice([50, 5000])
 
 
-def many(dice: random.Random, path: str) -> bytes:
+def many(dice: random.Random, message: dict[str, Any]) -> bytes:
     name, value = dice.choice(
         [("logit_bias", {str(i): 1 for i in range(2000)}), ("stop", ["x"] * 2000), ("prompt", [-1] * 5000), ("messages", [[]] * 2000)]
     )
-    return json.dumps(GOOD[path] | {name: value}).encode()
+    return json.dumps(message | {name: value}).encode()
 
 
-BODIES: list[Callable[[random.Random, str], bytes]] = [
+BODIES: list[Callable[[random.Random, dict[str, Any]], bytes]] = [
     any_bytes,
     truncated,
     mutated,
@@ -173,7 +158,7 @@ def make_request(dice: random.Random) -> bytes:
         ]
         return request(dice.choice(["GET", "PUT", "DELETE", "OPTIONS"]), dice.choice(odd), b"{}")
     kind = dice.choice(["application/json"] * 9 + ["text/plain", "application/json; charset=utf-16", "x" * 3000, "application/x-www-form-urlencoded"])
-    body = dice.choices(BODIES, WEIGHTS)[0](dice, path)
+    body = dice.choices(BODIES, WEIGHTS)[0](dice, GOOD[path])
     return request("POST", path, body, f"content-type: {kind}", *(["authorization: Bearer x"] if dice.random() < 0.2 else []))
 
 

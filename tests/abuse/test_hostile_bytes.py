@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
 import pytest
+
+from tests.abuse.bodies import any_bytes, mutated, truncated
 
 COUNT = int(os.environ.get("BLOCKTRAIN_HOSTILE", "6000"))
 ROOT = Path(__file__).parents[2]
@@ -83,24 +86,8 @@ MESSAGES = {
 JUNK = [None, True, -1, 0, 1.5, 1e308, 10**400, "", "x" * 3000, "\x00", "\ud800", [], {}, [[[]]], {"a": {"b": []}}, "../../etc", "NaN", 1 << 63]
 
 
-def any_bytes(dice: random.Random, _: str) -> bytes:
-    return dice.randbytes(dice.randrange(400))
-
-
-def truncated(dice: random.Random, path: str) -> bytes:
-    data = json.dumps(MESSAGES[path]).encode()
-    return data[: dice.randrange(len(data))]
-
-
-def mutated(dice: random.Random, path: str) -> bytes:
-    data = bytearray(json.dumps(MESSAGES[path]).encode())
-    for _ in range(dice.randint(1, 4)):
-        data[dice.randrange(len(data))] = dice.randrange(256)
-    return bytes(data)
-
-
-def wrong_types(dice: random.Random, path: str) -> bytes:
-    message = dict(MESSAGES[path])
+def wrong_types(dice: random.Random, message: dict[str, Any]) -> bytes:
+    message = dict(message)
     for name in dice.sample(list(message), dice.randint(1, len(message))):
         message[name] = dice.choice(JUNK)
     if dice.random() < 0.2:
@@ -108,33 +95,42 @@ def wrong_types(dice: random.Random, path: str) -> bytes:
     return json.dumps(message).encode()
 
 
-def deep(dice: random.Random, _: str) -> bytes:
+def deep(dice: random.Random, _: dict[str, Any]) -> bytes:
     depth = dice.randrange(10, 30_000)
     return dice.choice([b"[" * depth, b'{"a":' * (depth // 5), b"[" * (depth // 2) + b"]" * (depth // 2)])
 
 
-def numbers(dice: random.Random, path: str) -> bytes:
-    name = dice.choice(list(MESSAGES[path]))
+def numbers(dice: random.Random, message: dict[str, Any]) -> bytes:
+    name = dice.choice(list(message))
     number = dice.choice(["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * dice.randrange(1, 6000), "0x10", "1_0", "-0", "1e-999", "00"])
-    return json.dumps({k: v for k, v in MESSAGES[path].items() if k != name})[:-1].encode() + f', "{name}": {number}}}'.encode()
+    return json.dumps({k: v for k, v in message.items() if k != name})[:-1].encode() + f', "{name}": {number}}}'.encode()
 
 
-def doubled(dice: random.Random, path: str) -> bytes:
-    name = dice.choice(list(MESSAGES[path]))
-    return json.dumps(MESSAGES[path])[:-1].encode() + f', "{name}": {json.dumps(dice.choice(JUNK))}}}'.encode()
+def doubled(dice: random.Random, message: dict[str, Any]) -> bytes:
+    name = dice.choice(list(message))
+    return json.dumps(message)[:-1].encode() + f', "{name}": {json.dumps(dice.choice(JUNK))}}}'.encode()
 
 
-def not_utf8(dice: random.Random, path: str) -> bytes:
-    return (
-        json.dumps(MESSAGES[path]).encode().replace(b'"', dice.choice([b"\xff", b"\xc0\x80", b'"\xed\xa0\x80', b"\xef\xbb\xbf"]), dice.randint(1, 5))
-    )
+def not_utf8(dice: random.Random, message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode().replace(b'"', dice.choice([b"\xff", b"\xc0\x80", b'"\xed\xa0\x80', b"\xef\xbb\xbf"]), dice.randint(1, 5))
 
 
-def pickled(_: random.Random, path: str) -> bytes:
-    return pickle.dumps(MESSAGES[path])
+def pickled(_: random.Random, message: dict[str, Any]) -> bytes:
+    return pickle.dumps(message)
 
 
-BODIES: list[Callable[[random.Random, str], bytes]] = [any_bytes, truncated, mutated, wrong_types, deep, numbers, doubled, not_utf8, pickled]
+Maker = Callable[[random.Random, dict[str, Any]], bytes]
+BODIES: list[Maker] = [
+    any_bytes,
+    truncated,
+    mutated,
+    wrong_types,
+    deep,
+    numbers,
+    doubled,
+    not_utf8,
+    pickled,
+]
 BOMB = gzip.compress(bytes(10_000_000))
 
 
@@ -155,7 +151,7 @@ def make_request(dice: random.Random, target: Target) -> bytes:
     if kind < 0.75:
         path = dice.choice(list(MESSAGES))
         secret = target.token if path == "/v1/join" else secret
-        return request("POST", path, dice.choice(BODIES)(dice, path), secret)
+        return request("POST", path, dice.choice(BODIES)(dice, MESSAGES[path]), secret)
     if kind < 0.85:
         method = dice.choice(["GET", "PUT", "DELETE", "PATCH", "POST", "OPTIONS"])
         path = dice.choice(

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from blocktrain.errors import ServingError
 from blocktrain.serving.engine import Engine
-from tests.serving_net import Script, Served, serve, wait_until
+from tests.browsing import visit
+from tests.serving_net import Script, serve, wait_until
 
 expect.set_options(timeout=20_000)
 PHONE = {"width": 360, "height": 740}
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 EVIL = "<img src=x onerror=alert(1)>"
 ASKED = len("User: hello\nAssistant:")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert path, "the chat page is tested in a browser: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@contextlib.contextmanager
-def visit(browser: Browser, served: Served, **options: Any) -> Iterator[tuple[Page, list[str]]]:
-    """The page, and what its console complained of."""
-    page = browser.new_page(**options)
-    page.set_default_timeout(20_000)
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.goto(served.url)
-    yield page, said
-    page.close()
 
 
 def say(page: Page, text: str) -> None:
@@ -53,7 +26,7 @@ def say(page: Page, text: str) -> None:
 
 def test_a_conversation_streams_and_shows_its_figures(browser: Browser, tmp_path: Path):
     script = Script(f" Good day 😀, {EVIL}\nUser:".encode(), prompt=ASKED)
-    with serve(Engine(script, "first")) as served, visit(browser, served, viewport={"width": 1100, "height": 800}) as (page, said):
+    with serve(Engine(script, "first")) as served, visit(browser, served.url, viewport={"width": 1100, "height": 800}) as (page, said):
         expect(page.get_by_role("heading", level=1)).to_have_text("first")
         expect(page.locator("#state")).to_have_text("3 blocks up")
         assert page.locator("#mode option").all_text_contents() == ["exact", "sweep"]
@@ -75,7 +48,7 @@ def test_a_conversation_streams_and_shows_its_figures(browser: Browser, tmp_path
 def test_stop_frees_the_stream(browser: Browser):
     script = Script(b"abcdefghij" * 100, step_s=0.02)
     engine = Engine(script, "first")
-    with serve(engine) as served, visit(browser, served) as (page, said):
+    with serve(engine) as served, visit(browser, served.url) as (page, said):
         say(page, "hello")
         expect(page.locator(".turn.assistant")).to_contain_text("abcdef")
         page.get_by_role("button", name="Stop").click()
@@ -90,7 +63,7 @@ def test_stop_frees_the_stream(browser: Browser):
 
 
 def test_it_asks_for_a_key_where_one_is_needed(browser: Browser):
-    with serve(Engine(Script(prompt=ASKED), "first"), key="k" * 20) as served, visit(browser, served) as (page, _):
+    with serve(Engine(Script(prompt=ASKED), "first"), key="k" * 20) as served, visit(browser, served.url) as (page, _):
         expect(page.locator("#state")).to_have_text("key needed")
         page.get_by_label("Key").fill("wrong-wrong-wrong-wrong")
         say(page, "hello")
@@ -104,7 +77,7 @@ def test_it_asks_for_a_key_where_one_is_needed(browser: Browser):
 
 def test_errors_are_told_and_long_chats_lose_their_beginning(browser: Browser):
     script = Script(b"abcdefg\nUser:" * 10)
-    with serve(Engine(script, "first")) as served, visit(browser, served) as (page, said):
+    with serve(Engine(script, "first")) as served, visit(browser, served.url) as (page, said):
         for turn in range(4):
             say(page, f"number {turn}, of about thirty")
             expect(page.locator(".turn.assistant")).to_have_count(turn + 1)
@@ -127,7 +100,7 @@ def test_errors_are_told_and_long_chats_lose_their_beginning(browser: Browser):
 def test_a_phone_needs_no_sideways_scroll(browser: Browser, scheme: Any, tmp_path: Path):
     script = Script(b"a-word-without-an-end-" * 20, prompt=ASKED)
     name = "a_run_with_a_name_that_goes_on_" * 3
-    with serve(Engine(script, name)) as served, visit(browser, served, viewport=PHONE, color_scheme=scheme, has_touch=True) as (page, said):
+    with serve(Engine(script, name)) as served, visit(browser, served.url, viewport=PHONE, color_scheme=scheme, has_touch=True) as (page, said):
         say(page, "hello")
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
         expect(page.locator(".turn.assistant")).to_contain_text("a-word")

@@ -7,45 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests import browsing
 from tests.swarm_status import EVIL, Swarm, make_block, make_status, make_worker
 
 expect.set_options(timeout=60_000)  # a loaded machine draws slowly
 PHONE = {"width": 375, "height": 812}
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert path, "the status page is tested in a browser: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @contextlib.contextmanager
 def visit(browser: Browser, swarm: Swarm, **options: Any) -> Iterator[tuple[Page, list[str]]]:
     """The page, live, and what its console complained of."""
-    page = browser.new_page(**options)
-    page.set_default_timeout(120_000)
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.goto(swarm.url)
-    expect(page.locator("#f-uptime")).not_to_have_text("–")
-    yield page, said
-    page.close()
+    with browsing.visit(browser, swarm.url, **options) as (page, said):
+        expect(page.locator("#f-uptime")).not_to_have_text("–")
+        yield page, said
 
 
 def test_it_shows_the_figures_and_stays_live(browser: Browser):

@@ -33,7 +33,7 @@ from blocktrain.serving.compute import BlockRunner, Settings
 from blocktrain.serving.frames import PROTOCOL, HelloReply
 from blocktrain.serving.pipeline import Expected
 from blocktrain.serving.server import Secrets, StageServer
-from blocktrain.serving.stage import Stage, shape_of
+from blocktrain.serving.stage import Stage
 
 SWEEP = 64  # positions of the sweep
 PROMPT = 16
@@ -54,7 +54,7 @@ async def serve(job: dict[str, Any]) -> None:
     server.hello = lambda: HelloReply(
         protocol=list(PROTOCOL), node=server.node, state="up", config_digest=config.digest, first=blocks.start, stop=blocks.stop
     )
-    await server.start(f"127.0.0.1:{job['port']}", shape_of(stage.runner).max_bytes)
+    await server.start(f"127.0.0.1:{job['port']}", stage.shape.max_bytes)
     await asyncio.Event().wait()
 
 

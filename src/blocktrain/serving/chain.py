@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from blocktrain.config import RunConfig
@@ -32,6 +33,13 @@ class Step:
     enter: int = 0  # first block; those before it were run by the caller
     state: Tensor | None = None  # (T, D) float32 where enter > 0 and blocks are chained
     z: Tensor | None = None  # (T, E) float32 where enter > 0 and a noisy target takes part
+
+
+def rows_replaced(old: Tensor | None, keep: int, new: Tensor | None) -> Tensor | None:
+    """What is remembered (T, n) after a step: `old` rows before `keep`, then `new`."""
+    if new is None or old is None or keep == 0:
+        return new
+    return torch.cat((old[:keep], new))
 
 
 class Text(Protocol):

@@ -11,17 +11,17 @@ in every mode, or the modes would differ after it. Each mode yields `Piece`s: by
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from blocktrain.config import RunConfig
 from blocktrain.errors import ConfigError
 from blocktrain.model.transformer import MASK_ID
-from blocktrain.serving.chain import Batcher, Chain, Step, Text
+from blocktrain.serving.chain import Batcher, Chain, Step, Text, rows_replaced
 from blocktrain.serving.compute import BlockRunner, Job, Settings, TextMemory
 from blocktrain.serving.sampling import Sampling, pick
 from blocktrain.training.checkpoint import LoadedRun
@@ -155,14 +155,14 @@ def check_own_draft(config: RunConfig, depth: int) -> None:
         raise ConfigError(f"--draft-blocks: must be from {config.objective.span} to {config.model.blocks - 1} in this run, got {depth}")
 
 
-class DraftText:
+class DraftText(ABC):
     """A draft model's view of one text."""
 
     enter = 0  # block at which the checked traversal enters
 
+    @abstractmethod
     async def feed(self, keep: int, offset: int, ids: Sequence[int]) -> Tensor:
         """Take in ids after `keep` kept positions -> logits (V,) of the byte after them."""
-        raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         """State and z of positions start … stop, for the block at which the traversal enters."""
@@ -179,19 +179,12 @@ class OwnDraftText(DraftText):
     async def feed(self, keep: int, offset: int, ids: Sequence[int]) -> Tensor:
         job = Job(self.memory, self.settings, keep, offset, ids, enter=0, want=len(ids) - 1, read=True)
         result = await self.draft.batcher.run(job)
-        self._state, self._z = _replaced(self._state, keep, result.state), _replaced(self._z, keep, result.z)
+        self._state, self._z = rows_replaced(self._state, keep, result.state), rows_replaced(self._z, keep, result.z)
         assert result.logits is not None
         return result.logits[0]
 
     def rows(self, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         return (None if x is None else x[start:stop] for x in (self._state, self._z))  # type: ignore[return-value]
-
-
-def _replaced(old: Tensor | None, keep: int, new: Tensor | None) -> Tensor | None:
-    """`old` rows before `keep`, then `new`."""
-    if new is None or old is None or keep == 0:
-        return new
-    return torch.cat((old[:keep], new))
 
 
 class OtherDraft:

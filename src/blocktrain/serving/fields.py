@@ -6,6 +6,7 @@ promise that is not kept. `user`, `metadata` and `store` alone are taken and ign
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -121,9 +122,9 @@ class Asking(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
+    @abstractmethod
     def top_logprobs_wanted(self) -> int | None:
         """How many alternatives to each byte are told, None for no logprobs at all."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _agree(self) -> Asking:

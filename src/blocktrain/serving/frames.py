@@ -21,7 +21,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from blocktrain.config import RunConfig
 from blocktrain.errors import ProtocolError
+from blocktrain.model.transformer import VOCABULARY
 from blocktrain.serving.compute import Wire, from_int8, to_int8
 
 PROTOCOL = (1, 0)  # major: who differs is refused; minor: who knows less ignores what it does not know
@@ -175,6 +177,12 @@ class Shape:
     embed_dim: int
     vocabulary: int
     blocks: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Shape:
+        """Of a run."""
+        model = config.model
+        return cls(model.positions, model.width, model.embed_dim, VOCABULARY, model.blocks)
 
     @property
     def max_bytes(self) -> int:

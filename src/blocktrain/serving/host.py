@@ -24,7 +24,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import BlockTrainError, ConfigError, ProtocolError, ServingError
-from blocktrain.model.transformer import VOCABULARY
 from blocktrain.serving.compute import BlockRunner
 from blocktrain.serving.frames import PROTOCOL, TARGET, HelloReply, Shape
 from blocktrain.serving.line import Secrets, describe
@@ -65,15 +64,10 @@ def _settings_digest(progress: Progress, config: RunConfig) -> str:
     return hashlib.sha256(f"{progress.config_digest} {read}".encode()).hexdigest()
 
 
-def shape_of(config: RunConfig) -> Shape:
-    model = config.model
-    return Shape(model.positions, model.width, model.embed_dim, VOCABULARY, model.blocks)
-
-
 async def serve_stage(options: StageOptions, secrets: Secrets, say: Callable[[str], None], stop: asyncio.Event) -> int:
     """Until `stop`; the exit code. Raises ConfigError where the address cannot be had, and what loading raises."""
     server = StageServer(secrets)
-    shape = shape_of(load_config(options.run / "run.toml"))
+    shape = Shape.of(load_config(options.run / "run.toml"))
     try:
         port = await server.start(options.listen, shape.max_bytes)
     except RuntimeError:

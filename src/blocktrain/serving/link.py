@@ -15,7 +15,6 @@ import grpc.aio
 
 from blocktrain.config import RunConfig
 from blocktrain.errors import ProtocolError
-from blocktrain.model.transformer import VOCABULARY
 from blocktrain.serving.chain import StageStatus
 from blocktrain.serving.frames import PROTOCOL, Frame, HelloReply, HelloRequest, Kind, Pong, Shape, decode, read_message
 from blocktrain.serving.line import CLOSED, SERVICE, Broken, Line, Patience, Secrets, describe
@@ -36,8 +35,7 @@ class Expected:
 
     @property
     def shape(self) -> Shape:
-        model = self.config.model
-        return Shape(model.positions, model.width, model.embed_dim, VOCABULARY, model.blocks)
+        return Shape.of(self.config)
 
     def problem(self, hello: HelloReply) -> str:
         """Why a stage is not one of this run's, or ""."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blocktrain.config import RunConfig
 from blocktrain.errors import BusyError, ServingError
-from blocktrain.serving.chain import Step
+from blocktrain.serving.chain import Step, rows_replaced
 from blocktrain.serving.compute import Settings
 from blocktrain.serving.frames import Frame, Kind, Name, OpenRequest, Pong, Refusal, ids_tensor, message_frame, put_state
 from blocktrain.serving.line import SLOWEST
@@ -210,8 +210,8 @@ class RemoteText:
 
     def _remember(self, step: Step) -> None:
         self._ids = [*self._ids[: step.keep], *step.ids]
-        self._state = _replaced(self._state, step.keep, step.state)
-        self._z = _replaced(self._z, step.keep, step.z)
+        self._state = rows_replaced(self._state, step.keep, step.state)
+        self._z = rows_replaced(self._z, step.keep, step.z)
 
     def _whole(self, step: Step) -> Step:
         """The same step, with all positions before it sent again."""
@@ -317,10 +317,3 @@ class RemoteText:
             link.send(Frame(Kind.CLOSE, self.name, self.epoch))
         self._used, self.route = {}, None
         self._end(ServingError("the text is closed"))
-
-
-def _replaced(old: Tensor | None, keep: int, new: Tensor | None) -> Tensor | None:
-    """`old` rows before `keep`, then `new`."""
-    if new is None or old is None or keep == 0:
-        return new
-    return torch.cat((old[:keep], new))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import ProtocolError
-from blocktrain.model.transformer import MASK_ID, VOCABULARY
+from blocktrain.model.transformer import MASK_ID
 from blocktrain.serving.chain import Batcher
 from blocktrain.serving.compute import BlockRunner, Job, Result, Settings, TextMemory
 from blocktrain.serving.frames import Frame, Kind, Name, OpenRequest, Pong, Refusal, Shape, put_state, take_state
@@ -50,11 +50,6 @@ class StageText:
     forwarded: int = -1  # left
 
 
-def shape_of(runner: BlockRunner) -> Shape:
-    model = runner.config.model
-    return Shape(model.positions, model.width, model.embed_dim, VOCABULARY, model.blocks)
-
-
 class Stage:
     """The texts of one process."""
 
@@ -62,7 +57,7 @@ class Stage:
 
     def __init__(self, runner: BlockRunner, max_texts: int = 64) -> None:
         self.runner, self.batcher = runner, Batcher(runner)
-        self.shape, self.max_texts = shape_of(runner), max_texts
+        self.shape, self.max_texts = Shape.of(runner.config), max_texts
         self.texts: dict[bytes, StageText] = {}
 
     def open(self, frame: Frame, owner: object) -> None:

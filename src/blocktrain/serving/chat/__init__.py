@@ -11,24 +11,11 @@ from pathlib import Path
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from blocktrain.web import PAGE_HEADERS
+
 FILES = Path(__file__).parent / "files"
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
-        *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
-    ]
-)
-SAFE = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
+HEADERS = PAGE_HEADERS | {"Cache-Control": "no-cache"}
 
 
 def add_page(app: FastAPI) -> None:
@@ -36,7 +23,7 @@ def add_page(app: FastAPI) -> None:
     files = {path.name: path.read_bytes() for path in FILES.iterdir() if path.suffix in TYPES}
 
     def answer(name: str) -> Response:
-        return Response(files[name], headers=SAFE | {"Content-Type": TYPES[Path(name).suffix]})
+        return Response(files[name], headers=HEADERS | {"Content-Type": TYPES[Path(name).suffix]})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -44,4 +31,4 @@ def add_page(app: FastAPI) -> None:
 
     @app.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
-        return answer(name) if name in files else JSONResponse({"error": {"message": "no such file"}}, 404, headers=SAFE)
+        return answer(name) if name in files else JSONResponse({"error": {"message": "no such file"}}, 404, headers=HEADERS)

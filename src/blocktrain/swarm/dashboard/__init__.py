@@ -23,25 +23,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from blocktrain.swarm.dashboard.assets import Assets
 from blocktrain.swarm.dashboard.metrics import CONTENT_TYPE, prometheus_text
 from blocktrain.swarm.dashboard.stream import Listening, Watch
+from blocktrain.web import PAGE_HEADERS
 
 FILES = Path(__file__).parent / "files"
 NO_STATUS = "the coordinator could not make its status; its log says why"
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
-        *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
-    ]
-)
-SAFE = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-FRESH = SAFE | {"Cache-Control": "no-store"}
+FRESH = PAGE_HEADERS | {"Cache-Control": "no-store"}
 
 
 def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: float = 1.0) -> Watch:
@@ -75,6 +61,6 @@ def add_page(app: FastAPI, status: Callable[[], dict[str, Any]], *, interval_s: 
         asset = assets.get(name)
         if asset is None:
             return JSONResponse({"error": "no such file"}, 404, headers=FRESH)
-        return asset.answer(request.headers, SAFE)
+        return asset.answer(request.headers, PAGE_HEADERS)
 
     return watch
