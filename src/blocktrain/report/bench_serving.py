@@ -62,7 +62,7 @@ class Options:
     window_run: Path | None = None
     failovers: int = 0
     streams: int = 8  # texts at once
-    repeats: int = 20  # traversals that overhead is a median of
+    repeats: int = 60  # traversals that overhead is a median of
 
     def __post_init__(self) -> None:
         for flag, values in (("--rtt", self.rtts_ms), ("--mbit", self.mbits_s)):
@@ -123,7 +123,7 @@ class Bench:
     """Fleets of all rows at once, so that they can be measured by turns."""
 
     def __init__(self, folders: dict[str, Path], loaded: LoadedRun, windowed: Path | None, options: Options, links: Links, say: Say) -> None:
-        self.loaded, self.options, self.say = loaded, options, say
+        self.loaded, self.options, self.links, self.say = loaded, options, links, say
         self.window = load_run(windowed, say) if windowed else None
         self.fleets: dict[Path, Fleet] = {}
         for folder in dict.fromkeys(folders.values()):
@@ -138,13 +138,12 @@ class Bench:
             systems = await self._systems()
             tables = [await self._table(systems, prompts, rtt, mbit) for mbit in self.options.mbits_s for rtt in self.options.rtts_ms]
             self._change(0.0, 0.0)
-            overhead = await self._overhead()
             self.say(f"{self.options.streams} texts at once")
             streams = [{"name": system.name, **await streams_ratio(system, prompts, self.options.streams)} for system in systems[1:3]]
         finally:
             for fleet in self.fleets.values():
                 await fleet.close()
-        return {"tables": tables, "overhead": overhead, "streams": streams}
+        return {"tables": tables, "overhead": await self._overhead(), "streams": streams}
 
     async def _systems(self) -> list[System]:
         chains: dict[Path, Chain] = {folder: await fleet.connect() for folder, fleet in self.fleets.items()}
@@ -184,26 +183,39 @@ class Bench:
     async def _overhead(self) -> dict[str, float]:
         """What a hop takes on loopback beyond the stages' own compute: one with a state of 64 KB, and one with next to nothing.
 
-        Of the n + 1 hops of a traversal over n stages, the first has only ids and the last only logits.
+        Nothing else runs meanwhile, not even idle stages. Of the n + 1 hops of a traversal over n stages only the n - 1 between stages carry states; what
+        the first and the last take after such a computation is known from one stage that holds all blocks.
         """
-        fleet, model = self.fleets[self.folders["run"]], self.loaded.config.model
+        self.say("overhead of a hop")
+        blocks, model, hosts = self.loaded.config.model.blocks, self.loaded.config.model, self.options.hosts
         positions = max(1, min(model.positions, STATE_KB * KB // (2 * model.width)))
-        watched = Watched(await fleet.connect(direct=True))
-        text, between = await watched.open(Plan().settings), {}
-        for size in (1, positions):
-            for _ in range(self.options.repeats + 2):
-                await text.step(Step(0, 0, [0] * size, size - 1))
-            between[size] = median(t.network_s for t in watched.seen[-self.options.repeats :]) / MS
-        await text.close()
-        stages = len(watched.seen[-1].hops)
-        small = between[1] / (stages + 1)
+        between, small, compute = await self._between(split(blocks, hosts), positions)
+        ends = (await self._between(split(blocks, 1), positions))[0] if hosts > 1 else 0.0
         return {
             "state_kb": positions * model.width * 2 / KB,
-            "stages": stages,
-            "hop_ms": (between[positions] - 2 * small) / (stages - 1) if stages > 1 else small,
-            "small_hop_ms": small,
-            "compute_ms_per_stage": median(sum(map(sum, t.hops)) for t in watched.seen[-self.options.repeats :]) / stages / MS,
+            "stages": hosts,
+            "hop_ms": (between - ends) / (hosts - 1) if hosts > 1 else between / 2,
+            "mean_hop_ms": between / (hosts + 1),
+            "small_hop_ms": small / (hosts + 1),
+            "compute_ms_per_stage": compute / hosts,
         }
+
+    async def _between(self, spans: Sequence[range], positions: int) -> tuple[float, float, float]:
+        """Milliseconds of a traversal beyond compute with `positions` positions, and with one; and its compute with `positions`. Medians."""
+        fleet = Fleet(self.fleets[self.folders["run"]].expected, stage_command(self.folders["run"]), spans, self.links)
+        fleet.start()
+        try:
+            watched = Watched(await fleet.connect(direct=True))
+            text, between = await watched.open(Plan().settings), []
+            for size in (positions, 1):
+                for _ in range(self.options.repeats + 2):
+                    await text.step(Step(0, 0, [0] * size, size - 1))
+                seen = watched.seen[-self.options.repeats :]
+                between.append((median(t.network_s for t in seen) / MS, median(sum(map(sum, t.hops)) for t in seen) / MS))
+            await text.close()
+        finally:
+            await fleet.close()
+        return between[0][0], between[1][0], between[0][1]
 
     def quality(self, heldout: np.ndarray, following: Sequence[bytes]) -> dict[str, Any]:
         """Of each row's output, and of the text that really follows the prompts; a sweep also has its CE."""

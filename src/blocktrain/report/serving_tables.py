@@ -51,7 +51,9 @@ def other_table(result: dict[str, Any]) -> Table:
     shown = Table("figure", "value", title="the rest")
     overhead = result["overhead"]
     shown.add_row(f"compute a stage at {overhead['state_kb']:.0f} KB states, ms", number(overhead["compute_ms_per_stage"]))
-    shown.add_row("a hop with such a state beside it, and one of next to nothing, ms", f"{overhead['hop_ms']:.2f}, {overhead['small_hop_ms']:.2f}")
+    shown.add_row("a hop between stages with such a state beside it, ms", number(overhead["hop_ms"]))
+    shown.add_row("all hops of that traversal, first and last too, mean ms", number(overhead["mean_hop_ms"]))
+    shown.add_row("a hop with next to nothing, ms", number(overhead["small_hop_ms"]))
     for row in result["streams"]:
         shown.add_row(f"{row['name']}: bytes/s of {row['streams']} texts at once over one at a time", number(row["ratio"]))
     if failover := result["failover"]:

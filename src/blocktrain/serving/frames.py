@@ -275,7 +275,7 @@ def _read_tensors(frame: Frame, data: bytes, at: int, number: int, shape: Shape)
         size = rows * columns * DTYPES[code].itemsize
         if len(data) - at < size:
             raise ProtocolError(f"{label.name}: {len(data) - at} bytes are left, {size} are needed")
-        frame.tensors[label] = torch.frombuffer(bytearray(data[at : at + size]), dtype=DTYPES[code]).view(rows, columns)
+        frame.tensors[label] = torch.frombuffer(bytearray(memoryview(data)[at : at + size]), dtype=DTYPES[code]).view(rows, columns)
         at += size
     return at
 
