@@ -183,8 +183,8 @@ class Bench:
     async def _overhead(self) -> dict[str, float]:
         """What a hop takes on loopback beyond the stages' own compute: one with a state of 64 KB, and one with next to nothing.
 
-        Nothing else runs meanwhile, not even idle stages. Of the n + 1 hops of a traversal over n stages only the n - 1 between stages carry states; what
-        the first and the last take after such a computation is known from one stage that holds all blocks.
+        Nothing else runs meanwhile, not even idle stages. Of the n + 1 hops of a traversal over n stages only the n - 1 between stages carry
+        states; what the first and the last take after such a computation is known from one stage that holds all blocks.
         """
         self.say("overhead of a hop")
         blocks, model, hosts = self.loaded.config.model.blocks, self.loaded.config.model, self.options.hosts
