@@ -123,7 +123,7 @@ def evaluate(
     *,
     set_: Annotated[
         tuple[str, ...],
-        Parameter("--set", negative=(), consume_multiple=False, help="objective.start, objective.readout or evaluate.* for this evaluation only."),
+        Parameter("--set", negative=(), consume_multiple=False, help="objective.start, .readout, .combine or evaluate.*, for this one only."),
     ] = (),
     stages: cli_serving.Stages = None,
     wire: cli_serving.WireOption = "bfloat16",
@@ -148,8 +148,8 @@ def evaluate(
         fields = parse_assignment(text)
         ((section, values),) = fields.items()
         name = f"{section}.{next(iter(values))}" if isinstance(values, dict) else section
-        if section != "evaluate" and name not in ("objective.start", "objective.readout"):
-            raise ConfigError(f"--set {text}: evaluate can change objective.start, objective.readout and evaluate.*; {name} is fixed by training")
+        if section != "evaluate" and name not in ("objective.start", "objective.readout", "objective.combine"):
+            raise ConfigError(f"--set {text}: evaluate can change objective.start, .readout, .combine and evaluate.*; {name} is fixed by training")
         overrides = merge_fields(overrides, fields)
     show_evaluation(run, settings, json_, overrides)
     return 0

@@ -121,6 +121,9 @@ class ObjectiveConfig(Section):
     readout: Literal["posterior", "evidence_free"] = Field(
         default="posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out"
     )
+    combine: Literal["last", "mean"] = Field(
+        default="last", description="whose prediction is scored and served: the last block's, or the mean of all blocks' log-probabilities"
+    )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(default=0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
     window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
@@ -148,6 +151,11 @@ class ObjectiveConfig(Section):
     def noisy(self) -> bool:
         """Whether the noisy target z takes part at all."""
         return self.denoise_weight > 0
+
+    @property
+    def reading(self) -> dict[str, str]:
+        """The settings that only say how a trained run is read."""
+        return {"start": self.start, "readout": self.readout, "combine": self.combine}
 
 
 class DataConfig(Section):
@@ -302,7 +310,8 @@ class RunConfig(Section):
         Left out: where the text lies, what is logged, how much is evaluated, and how many workers share the work.
         """
         several = {"round": True, "outer": True, "limits": True}
-        fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, "train": {"checkpoint_every", "log_every"}, **several})
+        read = {"objective": {"combine"}, "train": {"checkpoint_every", "log_every"}}
+        fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, **read, **several})
         return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property

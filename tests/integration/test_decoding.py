@@ -35,7 +35,9 @@ def made_run(objective: dict[str, Any], **sections: Any) -> LoadedRun:
 
 
 EVIDENCE_FREE = {**PAPER, "start": "zero", "readout": "evidence_free"}
-OBJECTIVES = [CLEAN, PAPER, EVIDENCE_FREE, {**PAPER, "input": "upstream"}, {**CLEAN, "private_layers": 1}, {**CLEAN, "input": "independent"}]
+VOTE = {**CLEAN, "input": "independent", "combine": "mean"}
+OBJECTIVES = [CLEAN, PAPER, {**PAPER, "input": "upstream"}, VOTE, EVIDENCE_FREE, {**CLEAN, "private_layers": 1}, {**CLEAN, "input": "independent"}]
+OBJECTIVES += [{**EVIDENCE_FREE, "combine": "mean"}, {**CLEAN, "combine": "mean", "span": 2}]
 FLOAT32 = Settings("float32")
 
 
@@ -86,7 +88,7 @@ def test_the_blocks_give_the_same_bits_however_they_are_spread(wire: str, object
     memories, parts = (TextMemory(), TextMemory()), []
     for start, stop in ((0, 5), (5, len(text))):
         handed = first.run([Job(memories[0], settings, start, 0, text[start:stop], 0)])[0]
-        given = rest.run([Job(memories[1], settings, start, 0, text[start:stop], 1, handed.state, handed.z)])[0]
+        given = rest.run([Job(memories[1], settings, start, 0, text[start:stop], 1, handed.state, handed.z, handed.votes)])[0]
         assert given.logits is not None
         parts.append(given.logits)
     assert torch.equal(torch.cat(parts), together)

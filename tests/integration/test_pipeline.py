@@ -22,16 +22,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from blocktrain.cli import run as command
-from blocktrain.errors import BusyError, ConfigError, ServingError
+from blocktrain.errors import BusyError, ConfigError, ProtocolError, ServingError
 from blocktrain.serving import frames, host, line, link, pipeline, remote_text, server
-from blocktrain.serving.compute import Result, Settings
-from blocktrain.serving.frames import Frame, HelloReply, Kind, Name
+from blocktrain.serving.compute import BlockRunner, Result, Settings
+from blocktrain.serving.frames import Frame, HelloReply, Kind, Name, OpenRequest, ids_tensor, message_frame
 from blocktrain.serving.line import SERVICE, Secrets
 from blocktrain.serving.pipeline import RemoteChain
 from blocktrain.serving.server import StageServer
 from blocktrain.serving.stage import Stage
-from tests.faults.stages import PROMPT, golden, make_run, plan_of, quiet, tell, until
+from tests.faults.stages import PROMPT, WINDOWED, golden, make_run, own_draft, plan_of, quiet, tell, until
 from tests.faults.swarm import free_port
+from tests.integration.test_decoding import VOTE, made_run
 
 HOST = "127.0.0.1"
 KEY = "k" * 32
@@ -417,6 +418,44 @@ def test_a_stage_that_has_forgotten_the_text_is_told_it_again(run: Path):
             assert (await tell(chain, plan_of(), at=9, do=forget)).data == golden(run, plan_of())
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("objective", [VOTE, {**WINDOWED, "combine": "mean"}], ids=["independent", "chained"])
+def test_blocks_that_vote_are_served_like_any_other(objective: dict[str, Any], tmp_path: Path):
+    voting = make_run(tmp_path / "run", objective=objective)
+
+    async def go() -> None:
+        async with three(voting) as (addresses, doors), chained(voting, *addresses) as chain:
+
+            def forget() -> None:
+                assert doors[2].stage is not None
+                doors[2].stage.texts.clear()
+
+            wanted = golden(voting, plan_of())
+            assert (await tell(chain, plan_of(), at=9, do=forget)).data == wanted
+            drafted = await tell(chain, plan_of("speculative"), draft=own_draft(voting), at=3, do=forget)
+            assert drafted.data == wanted and drafted.counts.drafted > drafted.counts.accepted > 0
+
+    asyncio.run(go())
+
+
+def test_votes_that_are_missing_or_no_numbers_are_refused(tmp_path: Path):
+    run = made_run(VOTE)
+    at_work = Stage(BlockRunner(run, 1, 3))
+    owner = object()
+    at_work.open(message_frame(Kind.OPEN, bytes(16), OpenRequest(wire="float32", first=1, stop=3), 1), owner)
+
+    def step(votes: Any) -> str:
+        frame = Frame(Kind.STEP, bytes(16), 1, 1, 0, 0, 2, 1, enter=1)
+        frame.tensors[Name.IDS] = ids_tensor([1, 2])
+        if votes is not None:
+            frame.tensors[Name.VOTES] = votes
+        with pytest.raises(ProtocolError) as caught:
+            at_work._job(frame, at_work.texts[bytes(16)])
+        return str(caught.value)
+
+    assert step(None) == "VOTES: needed at block 1"
+    assert step(torch.full((1, 256), float("inf"))) == "VOTES: holds a number that is not finite"
 
 
 @pytest.mark.parametrize("lost", ["client -> {0}", "{0} -> {1}", "{2} -> client"])

@@ -58,6 +58,7 @@ class Job:
     enter: int
     state: Tensor | None = None  # (T, D) float32, as rounded on the wire
     z: Tensor | None = None  # (T, E)
+    votes: Tensor | None = None  # (T - want, V) float32, sum of log-probabilities of the blocks before `enter`, where all blocks vote
     want: int = 0  # logits are made from this new position on
     read: bool = False  # logits of the last block here, though there are blocks after it
     stop: int | None = None  # the block after the last one to run here; None: the last one here
@@ -69,6 +70,7 @@ class Result:
 
     state: Tensor | None = None  # (T, D) float32, rounded
     z: Tensor | None = None  # (T, E) float32, rounded
+    votes: Tensor | None = None  # (T - want, V) float32, where all blocks vote
     logits: Tensor | None = None  # (T - want, V) float32
 
 
@@ -132,6 +134,7 @@ class BlockRunner:
             if not last:
                 row.result.state = torch.empty(t, model.width) if self.chained else None
                 row.result.z = torch.empty(t, model.embed_dim) if self.config.objective.noisy else None
+                row.result.votes = torch.empty(t - job.want, VOCABULARY) if self.composer.voters else None
             for b in blocks:
                 memory = job.memory.blocks.setdefault(b, self.composer.stack.memory(b))
                 memory.length = job.keep + t
@@ -150,6 +153,7 @@ class BlockRunner:
                 state[0, here] = rows.job.state[new]
             if z is not None and rows.job.z is not None:
                 z[0, here] = rows.job.z[new]
+        votes = self._votes(tile)
         x, state, z = x.to(device), state if state is None else state.to(device), z if z is None else z.to(device)
         blocks, after = self.blocks(job), self.left_over(job)
         boundaries, wire = self.composer.partition.boundaries, job.settings.wire
@@ -158,10 +162,12 @@ class BlockRunner:
             for i, b in enumerate(blocks):
                 segments = [Segment(r.job.memory.blocks[b], r.job.keep + begin, row, count) for r, begin, row, count in tile]
                 following = [*blocks[i + 1 :], *after]
-                read = not following or (job.read and b == blocks[-1])
-                output = self.composer.step(b, x, state, z, BlockTile(segments, device), read)
+                read, votes_here = not following or (job.read and b == blocks[-1]), b in self.composer.voters
+                output = self.composer.step(b, x, state, z, BlockTile(segments, device), read or votes_here)
+                if votes_here:
+                    votes = self.composer.vote(votes, self.composer.scored(b, output, z))
                 if read:
-                    logits = self.composer.scored(b, output, z).float().cpu()
+                    logits = (self.composer.scored(b, output, z) if votes is None else votes / self._voted(job, b)).float().cpu()
                 if not following:
                     break
                 if self.chained:
@@ -171,13 +177,33 @@ class BlockRunner:
                     z = round_as_sent(euler_step(z, output.denoised.float(), boundaries[b], boundaries[following[0]]), wire)
         for rows, begin, row, count in tile:
             result, new, here = rows.result, slice(begin, begin + count), slice(row, row + count)
-            wanted = max(begin, rows.job.want)
-            if logits is not None and result.logits is not None and wanted < begin + count:
-                result.logits[wanted - rows.job.want : begin + count - rows.job.want] = logits[0, row + wanted - begin : row + count]
+            for kept, found in ((result.logits, logits), (result.votes, votes)):
+                wanted = max(begin, rows.job.want)
+                if kept is not None and found is not None and wanted < begin + count:
+                    kept[wanted - rows.job.want : begin + count - rows.job.want] = found[0, row + wanted - begin : row + count].cpu()
             if result.state is not None and state is not None:
                 result.state[new] = state[0, here].cpu()
             if result.z is not None and z is not None:
                 result.z[new] = z[0, here].cpu()
+
+    def needs_votes(self, enter: int, settings: Settings) -> bool:
+        """Whether a traversal that enters at a block brings the votes of blocks before it."""
+        return any(b < enter and b not in settings.skip for b in self.composer.voters)
+
+    def _voted(self, job: Job, last: int) -> int:
+        """How many blocks have voted once block `last` has."""
+        return len([b for b in self.composer.voters if b <= last and b not in job.settings.skip])
+
+    def _votes(self, tile: list[tuple[_Rows, int, int, int]]) -> Tensor | None:
+        """The votes that came along, (1, R, V); rows that nobody reads are zeros."""
+        if tile[0][0].job.votes is None:
+            return None
+        votes = torch.zeros(1, TILE, VOCABULARY)
+        for rows, begin, row, count in tile:
+            wanted = max(begin, rows.job.want)
+            if rows.job.votes is not None and wanted < begin + count:
+                votes[0, row + wanted - begin : row + count] = rows.job.votes[wanted - rows.job.want : begin + count - rows.job.want]
+        return votes.to(self.hardware.device)
 
 
 def _tiles(group: list[_Rows]) -> Iterator[list[tuple[_Rows, int, int, int]]]:

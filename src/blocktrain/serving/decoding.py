@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from blocktrain.config import RunConfig
@@ -168,6 +169,10 @@ class DraftText(ABC):
         """State and z of positions start … stop, for the block at which the traversal enters."""
         return None, None
 
+    def votes(self, start: int, stop: int) -> Tensor | None:
+        """Where all blocks vote, the votes of its own at positions start … stop, after each of which it was asked for a byte."""
+        return None
+
 
 class OwnDraftText(DraftText):
     def __init__(self, draft: OwnDraft, settings: Settings) -> None:
@@ -175,13 +180,19 @@ class OwnDraftText(DraftText):
         self.memory = TextMemory()
         self._state: Tensor | None = None  # (T, D) of all remembered positions
         self._z: Tensor | None = None
+        self._votes: dict[int, Tensor] = {}  # (V,) of a position
 
     async def feed(self, keep: int, offset: int, ids: Sequence[int]) -> Tensor:
         job = Job(self.memory, self.settings, keep, offset, ids, enter=0, want=len(ids) - 1, read=True)
         result = await self.draft.batcher.run(job)
         self._state, self._z = rows_replaced(self._state, keep, result.state), rows_replaced(self._z, keep, result.z)
+        if result.votes is not None:
+            self._votes[keep + len(ids) - 1] = result.votes[0]
         assert result.logits is not None
         return result.logits[0]
+
+    def votes(self, start: int, stop: int) -> Tensor | None:
+        return torch.stack([self._votes[p] for p in range(start, stop)]) if self._votes else None
 
     def rows(self, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         return (None if x is None else x[start:stop] for x in (self._state, self._z))  # type: ignore[return-value]
@@ -236,8 +247,10 @@ async def speculative(
             drafts.append(pick(guess, sampling, position + i))
             guess = await draft.feed(len(window.known) + i, window.offset, drafts[-1:])
         drafted = time.perf_counter()
-        state, z = draft.rows(keep, len(window.known) + len(drafts))
-        logits = await text.step(Step(keep, window.offset, ids + drafts, len(ids) - 1, draft.enter, state, z))
+        end = len(window.known) + len(drafts)
+        state, z = draft.rows(keep, end)
+        votes = draft.votes(len(window.known) - 1, end)
+        logits = await text.step(Step(keep, window.offset, ids + drafts, len(ids) - 1, draft.enter, state, z, votes))
         counts.traversals += 1
         picks: list[int] = []
         for i in range(len(drafts) + 1):

@@ -56,6 +56,7 @@ class Name(IntEnum):
     Z_SCALE = 5
     LOGITS = 6
     HOPS = 7  # one row a stage: first block, microseconds waited, microseconds computed
+    VOTES = 8  # of the wanted positions, where all blocks vote: sum of log-probabilities so far
 
 
 DTYPES = {1: torch.int16, 2: torch.float32, 3: torch.bfloat16, 4: torch.int8, 5: torch.int32}
@@ -248,6 +249,7 @@ def _expected(frame: Frame, shape: Shape) -> dict[Name, tuple[tuple[torch.dtype,
             Name.Z: (states, t, shape.embed_dim),
             Name.Z_SCALE: ((torch.float32,), t, 1),
             Name.HOPS: ((torch.int32,), 0, 3),
+            Name.VOTES: ((torch.float32,), t - frame.want, shape.vocabulary),
         }
     if frame.kind == Kind.ANSWER:
         return {Name.LOGITS: ((torch.float32,), t - frame.want, shape.vocabulary), Name.HOPS: ((torch.int32,), 0, 3)}

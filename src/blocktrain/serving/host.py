@@ -57,9 +57,9 @@ def expected_of(run: Path, warn: Callable[[str], None]) -> Expected:
 
 
 def _settings_digest(progress: Progress, config: RunConfig) -> str:
-    """Of the settings that decide what blocks compute: those of training, and the two that may be read otherwise later."""
-    trained, read = progress.run_config().objective, (config.objective.start, config.objective.readout)
-    if (trained.start, trained.readout) == read:
+    """Of the settings that decide what blocks compute: those of training, and those that may be read otherwise later."""
+    trained, read = progress.run_config().objective.reading, config.objective.reading
+    if trained == read:
         return progress.config_digest
     return hashlib.sha256(f"{progress.config_digest} {read}".encode()).hexdigest()
 

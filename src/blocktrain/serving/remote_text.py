@@ -225,6 +225,7 @@ class RemoteText:
         frame.tensors[Name.IDS] = ids_tensor(step.ids)
         put_state(frame, Name.STATE, step.state, self.settings.wire)
         put_state(frame, Name.Z, step.z, self.settings.wire)
+        put_state(frame, Name.VOTES, step.votes, "float32")
         self._asked = frame
         self.route[0].link.send(frame)
         answer = await self._wait()

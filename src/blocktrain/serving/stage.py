@@ -163,7 +163,12 @@ class Stage:
         for name, x, needed in (("STATE", state, runner.chained and not begins), ("Z", z, runner.config.objective.noisy and not begins)):
             if (x is not None) != needed:
                 raise ProtocolError(f"{name}: {'needed' if needed else 'not taken'} at block {frame.enter}")
-        job = Job(text.memory, settings, frame.keep, frame.offset, ids[0].tolist(), frame.enter, state, z, frame.want, stop=request.stop)
+        votes = frame.tensors.get(Name.VOTES)
+        if (votes is not None) != runner.needs_votes(frame.enter, settings):
+            raise ProtocolError(f"VOTES: {'not taken' if votes is not None else 'needed'} at block {frame.enter}")
+        if votes is not None and not bool(votes.isfinite().all()):
+            raise ProtocolError("VOTES: holds a number that is not finite")
+        job = Job(text.memory, settings, frame.keep, frame.offset, ids[0].tolist(), frame.enter, state, z, votes, frame.want, stop=request.stop)
         for b in runner.blocks(job):
             have = text.memory.blocks[b].length if b in text.memory.blocks else 0
             if frame.keep > have:
@@ -185,6 +190,7 @@ class Stage:
         out.tensors[Name.IDS] = frame.tensors[Name.IDS]
         put_state(out, Name.STATE, result.state, text.settings.wire)
         put_state(out, Name.Z, result.z, text.settings.wire)
+        put_state(out, Name.VOTES, result.votes, "float32")
         return out
 
 

@@ -244,5 +244,5 @@ def _as_read_now(trained: RunConfig, path: Path) -> RunConfig:
     for name in ("data", "round", "outer", "limits"):
         fields[name] = getattr(now, name).model_dump()
     fields["train"] |= {"device": now.train.device, "precision": now.train.precision}
-    fields["objective"] |= {"start": now.objective.start, "readout": now.objective.readout}
+    fields["objective"] |= now.objective.reading
     return make_config(fields, str(path))

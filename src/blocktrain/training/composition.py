@@ -121,7 +121,7 @@ class Composer:
         return BlockOutput(state, logits, denoised)
 
     def sweep(self, x: Tensor, z: Tensor | None, only: int | None = None) -> Iterator[Tensor]:
-        """Yield the scored logits (N, T, V) after every block, highest sigma first. `only` runs that block alone, from its own start."""
+        """Yield the logits (N, T, V) of the blocks so far, after every block, highest sigma first. `only` runs one alone, from its own start."""
         blocks = list(range(self.config.model.blocks)) if only is None else [only]
         state: Tensor | None = None
 
@@ -131,21 +131,40 @@ class Composer:
             state = output.state
             return output
 
+        def read(block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
+            nonlocal votes
+            scored = self.scored(block, output, z)
+            if block not in self.voters:
+                return scored
+            votes = self.vote(votes, scored)
+            return votes / len([b for b in blocks if b in self.voters and b <= block])
+
+        votes: Tensor | None = None
         if z is None:
             for block in blocks:
-                yield self.scored(block, run(block, None), None)
+                yield read(block, run(block, None), None)
             return
 
         def denoise(i: int, z: Tensor, _: float) -> Tensor:
             nonlocal scored
             output = run(blocks[i], z)
-            scored = self.scored(blocks[i], output, z)
+            scored = read(blocks[i], output, z)
             assert output.denoised is not None
             return output.denoised
 
         scored = z
         for _ in euler_sweep(denoise, z, self.partition.boundaries[blocks[0] : blocks[-1] + 2]):
             yield scored
+
+    @property
+    def voters(self) -> list[int]:
+        """The blocks of whose log-probabilities the prediction is the mean; none where it is the last block's alone."""
+        return self.readable if self.config.objective.combine == "mean" else []
+
+    def vote(self, votes: Tensor | None, scored: Tensor) -> Tensor:
+        """Sum of log-probabilities so far (N, T, V) and one block's scored logits (N, T, V) -> the sum with its."""
+        mine = torch.log_softmax(scored.float(), dim=-1)
+        return mine if votes is None else votes + mine
 
     def scored(self, block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
         """The logits (N, T, V) that are scored and sampled: the block's own, or without what z says of the target."""

@@ -46,7 +46,7 @@ INNER_LOOP = {"train.lr", "train.muon_lr", "train.weight_decay", "train.warmup_s
 FREE = {
     *INNER_LOOP,
     *("train.steps", "train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
-    *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout"),
+    *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout", "objective.combine"),
     *("data.corpus", "data.heldout", "data.heldout_fraction"),  # the text itself is held by its digest
     *(f"{name}.{key}" for name in ("round", "outer", "limits") for key in type(getattr(RunConfig(), name)).model_fields),  # of many workers
 }

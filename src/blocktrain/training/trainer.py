@@ -154,3 +154,8 @@ def step_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
             passed = max(passed, first + 1)
         total += 3 * trained + prefix
     return total * views * tokens
+
+
+def worker_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
+    """The same where each span is trained by a worker of its own, which runs every block before the span itself."""
+    return sum(step_flops(config, [span], tokens) for span in spans)
