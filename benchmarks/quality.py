@@ -10,7 +10,8 @@ block's forward pass serves the blocks after it too, and as separate workers do,
 which of them --equal flops is of.
 
 Runs are ordinary run folders under OUT, so a killed benchmark goes on where it was, and any arm can be looked at with `blocktrain evaluate`.
-Figures are nats per byte. The gap of a seed is a paired difference over held-out windows; over several seeds its mean has the standard error of the seeds.
+Figures are nats per byte. The gap of a seed is a paired difference over held-out windows; over several seeds, its mean has the standard error
+of the seeds.
 """
 
 from __future__ import annotations
