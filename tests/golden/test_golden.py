@@ -16,7 +16,7 @@ from blocktrain.serialization import tensor_digest
 from blocktrain.training.data import Batches, load_corpus
 from blocktrain.training.hardware import Hardware
 from blocktrain.training.objective import spans_of
-from blocktrain.training.trainer import BlockTrainer, step_flops
+from blocktrain.training.trainer import BlockTrainer, step_flops, worker_flops
 from tests.conftest import CLEAN, PAPER, tiny_config
 
 
@@ -77,3 +77,7 @@ def test_parameters_and_flops_of_a_known_shape():
     assert step_flops(config, spans_of(3, 1), 100) == 100 * 3 * 3 * (forward + head)
     assert step_flops(config, spans_of(3, 3), 100) == 100 * 3 * (3 * forward + head)
     assert step_flops(config, [(2, 3)], 100) == 100 * (3 * (forward + head) + 2 * forward)  # two frozen blocks in front
+    frozen = (0 + 1 + 2) * forward  # blocks that separate workers run for themselves
+    assert worker_flops(config, spans_of(3, 1), 100) == 100 * (3 * 3 * (forward + head) + frozen)
+    alone = tiny_config(objective={**CLEAN, "input": "independent"})
+    assert worker_flops(alone, spans_of(3, 1), 100) == step_flops(alone, spans_of(3, 1), 100) == 100 * 3 * 3 * (forward + head)

@@ -341,3 +341,29 @@ def test_state_enters_at_its_own_noise_level():
     assert noise is not None
     assert noise.shape == (2, 1, 8)
     assert torch.allclose(out, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("objective", [{**CLEAN, "input": "independent"}, {**PAPER, "start": "zero", "readout": "evidence_free"}, CLEAN])
+def test_the_mean_of_the_blocks_is_that_of_their_log_probabilities(objective: dict):
+    """Not of logits, whose level is arbitrary, nor of probabilities; after each block that of those so far."""
+    config, mean = tiny_config(objective=objective), tiny_config(objective={**objective, "combine": "mean"})
+    stack, partition, x = make_stack(config), make_partition(config.noise, 3), make_batch(config)[:, :-1]
+    z = Composer(stack, config, partition).start((4, 32), 0)
+    each = [F.log_softmax(logits, dim=-1) for logits in Composer(stack, config, partition).sweep(x, z)]
+    for count, logits in enumerate(Composer(stack, mean, partition).sweep(x, z), 1):
+        assert torch.allclose(F.log_softmax(logits, -1), F.log_softmax(torch.stack(each[:count]).mean(0), -1), atol=1e-5)
+    (alone,) = Composer(stack, mean, partition).sweep(x, z, only=1)
+    (own,) = Composer(stack, config, partition).sweep(x, z, only=1)
+    assert torch.allclose(F.log_softmax(alone, -1), F.log_softmax(own, -1), atol=1e-5)
+
+
+def test_inside_a_span_nobody_votes():
+    config = tiny_config(objective={**CLEAN, "span": 2, "combine": "mean"})
+    stack = make_stack(config)
+    composer = Composer(stack, config, make_partition(config.noise, 3))
+    assert composer.voters == [1, 2]
+    first, second, third = list(composer.sweep(make_batch(config)[:, :-1], None))
+    last = Composer(stack, tiny_config(objective={**CLEAN, "span": 2}), make_partition(config.noise, 3))
+    *_, own = last.sweep(make_batch(config)[:, :-1], None)
+    assert torch.allclose(third, (second.log_softmax(-1) + own.log_softmax(-1)) / 2, atol=1e-5)
+    assert not torch.allclose(first.log_softmax(-1), second, atol=1e-2)
