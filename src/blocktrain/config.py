@@ -153,6 +153,11 @@ class ObjectiveConfig(Section):
         return self.denoise_weight > 0
 
     @property
+    def parallel(self) -> bool:
+        """Whether no block waits for another: each reads the context alone, and all vote."""
+        return self.input == "independent" and not self.noisy and self.combine == "mean"
+
+    @property
     def reading(self) -> dict[str, str]:
         """The settings that only say how a trained run is read."""
         return {"start": self.start, "readout": self.readout, "combine": self.combine}

@@ -134,7 +134,7 @@ def any_frame(draw: st.DrawFn) -> Frame:
             Name.HOPS: shapes[Name.HOPS],
             Name.STATE: (draw(state), count, 4),
             Name.Z: (draw(state), count, 3),
-            Name.VOTES: (torch.float32, count - frame.want, 5),
+            Name.VOTES: (torch.int32, count - frame.want, 5),
         }
         shapes |= {Name.STATE_SCALE: (torch.float32, count, 1), Name.Z_SCALE: (torch.float32, count, 1)}
     g = torch.Generator().manual_seed(draw(st.integers(0, 99)))

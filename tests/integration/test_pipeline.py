@@ -28,8 +28,10 @@ from blocktrain.serving.compute import BlockRunner, Result, Settings
 from blocktrain.serving.frames import Frame, HelloReply, Kind, Name, OpenRequest, ids_tensor, message_frame
 from blocktrain.serving.line import SERVICE, Secrets
 from blocktrain.serving.pipeline import RemoteChain
+from blocktrain.serving.remote_text import CLIENT
 from blocktrain.serving.server import StageServer
 from blocktrain.serving.stage import Stage
+from tests.conftest import CLEAN
 from tests.faults.stages import PROMPT, WINDOWED, golden, make_run, own_draft, plan_of, quiet, tell, until
 from tests.faults.swarm import free_port
 from tests.integration.test_decoding import VOTE, made_run
@@ -439,15 +441,72 @@ def test_blocks_that_vote_are_served_like_any_other(objective: dict[str, Any], t
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("lost", ["client -> {1}", "{2} -> client"])
+def test_where_all_stages_are_asked_at_once_a_lost_frame_is_sent_again(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote_text, "STUCK_S", 1.0)
+    voting = make_run(tmp_path / "run", objective=VOTE)
+    dropped: list[str] = []
+
+    async def go() -> None:
+        async with three(voting) as (addresses, doors), chained(voting, *addresses) as chain:
+            asked, answer = chain.links[1].send, server.Peer.send
+
+            def ask(frame: Frame) -> None:
+                asked(frame) if dropped or frame.kind != Kind.STEP or frame.step != 9 else dropped.append(lost)
+
+            def reply(peer: Any, frame: Frame) -> None:
+                mine = doors[2].stage is not None and any(text.owner is peer for text in doors[2].stage.texts.values())
+                answer(peer, frame) if dropped or not mine or frame.kind != Kind.ANSWER or frame.step != 9 else dropped.append(lost)
+
+            if lost.startswith(CLIENT):
+                monkeypatch.setattr(chain.links[1], "send", ask)
+            else:
+                monkeypatch.setattr(server.Peer, "send", reply)
+            problems: list[str] = []
+            ended = remote_text.RemoteText._end
+            monkeypatch.setattr(remote_text.RemoteText, "_end", lambda self, error: (problems.append(str(error)), ended(self, error))[1])
+            assert (await tell(chain, plan_of())).data == golden(voting, plan_of())
+            assert dropped and problems[0] == lost.format(*addresses) + ": nothing arrives"
+
+    asyncio.run(go())
+
+
+def test_stages_that_vote_compute_at_once(tmp_path: Path):
+    voting = make_run(tmp_path / "run", objective=VOTE)
+    at_work, most = set[int](), 0
+
+    async def go() -> None:
+        nonlocal most
+        async with three(voting) as (addresses, doors), chained(voting, *addresses) as chain:
+            for number, door in enumerate(doors):
+                assert door.stage is not None
+                real = door.stage.batcher.run
+
+                async def slow(job: Any, number: int = number, real: Any = real) -> Result:
+                    nonlocal most
+                    at_work.add(number)
+                    most = max(most, len(at_work))
+                    await asyncio.sleep(0.02)
+                    at_work.discard(number)
+                    return await real(job)
+
+                door.stage.batcher.run = slow  # type: ignore[method-assign]
+            told = await tell(chain, plan_of(max_bytes=4))
+            assert told.data == golden(voting, plan_of(max_bytes=4))
+
+    asyncio.run(go())
+    assert most == 3
+
+
 def test_votes_that_are_missing_or_no_numbers_are_refused(tmp_path: Path):
-    run = made_run(VOTE)
+    run = made_run({**CLEAN, "combine": "mean"})
     at_work = Stage(BlockRunner(run, 1, 3))
     owner = object()
     at_work.open(message_frame(Kind.OPEN, bytes(16), OpenRequest(wire="float32", first=1, stop=3), 1), owner)
 
     def step(votes: Any) -> str:
         frame = Frame(Kind.STEP, bytes(16), 1, 1, 0, 0, 2, 1, enter=1)
-        frame.tensors[Name.IDS] = ids_tensor([1, 2])
+        frame.tensors |= {Name.IDS: ids_tensor([1, 2]), Name.STATE: torch.zeros(2, run.config.model.width)}
         if votes is not None:
             frame.tensors[Name.VOTES] = votes
         with pytest.raises(ProtocolError) as caught:
@@ -455,7 +514,7 @@ def test_votes_that_are_missing_or_no_numbers_are_refused(tmp_path: Path):
         return str(caught.value)
 
     assert step(None) == "VOTES: needed at block 1"
-    assert step(torch.full((1, 256), float("inf"))) == "VOTES: holds a number that is not finite"
+    assert step(torch.full((1, 256), 1, dtype=torch.int32)) == "VOTES: holds a number that is no sum of log-probabilities"
 
 
 @pytest.mark.parametrize("lost", ["client -> {0}", "{0} -> {1}", "{2} -> client"])

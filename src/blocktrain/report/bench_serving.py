@@ -189,14 +189,15 @@ class Bench:
         self.say("overhead of a hop")
         blocks, model, hosts = self.loaded.config.model.blocks, self.loaded.config.model, self.options.hosts
         positions = max(1, min(model.positions, STATE_KB * KB // (2 * model.width)))
+        ring = hosts > 1 and not self.loaded.config.objective.parallel
         between, small, compute = await self._between(split(blocks, hosts), positions)
-        ends = (await self._between(split(blocks, 1), positions))[0] if hosts > 1 else 0.0
+        ends, ways = (await self._between(split(blocks, 1), positions))[0] if ring else 0.0, hosts + 1 if ring else 2
         return {
             "state_kb": positions * model.width * 2 / KB,
             "stages": hosts,
-            "hop_ms": (between - ends) / (hosts - 1) if hosts > 1 else between / 2,
-            "mean_hop_ms": between / (hosts + 1),
-            "small_hop_ms": small / (hosts + 1),
+            "hop_ms": (between - ends) / (hosts - 1) if ring else between / 2,
+            "mean_hop_ms": between / ways,
+            "small_hop_ms": small / ways,
             "compute_ms_per_stage": compute / hosts,
         }
 

@@ -1,7 +1,8 @@
 """One way of generating, timed: what a row of the serving bench is made of.
 
 `Watched` wraps any chain and notes each traversal: its wall time, and what each stage said it waited and computed. What is left of the wall time is
-network and framing. A ring of n stages has n + 1 ways: to the first, between them, and from the last straight back.
+network and framing. A ring of n stages has n + 1 ways: to the first, between them, and from the last straight back. Where no block waits for another
+all stages are asked at once, so there are two.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ class Traversal:
 
     wall_s: float
     hops: list[tuple[float, float]]
+    parallel: bool = False  # all stages at once, not one after another
 
     @property
     def network_s(self) -> float:
-        return self.wall_s - sum(map(sum, self.hops))
+        return self.wall_s - (max if self.parallel else sum)(map(sum, self.hops))
+
+    @property
+    def ways(self) -> int:
+        return 2 if self.parallel else len(self.hops) + 1
 
 
 class WatchedText:
-    def __init__(self, text: Text, seen: list[Traversal]) -> None:
-        self.text, self.seen = text, seen
+    def __init__(self, text: Text, seen: list[Traversal], parallel: bool) -> None:
+        self.text, self.seen, self.parallel = text, seen, parallel
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -49,7 +55,7 @@ class WatchedText:
         logits = await self.text.step(step)
         wall_s = time.perf_counter() - began
         hops = [(waited * 1e-6, computed * 1e-6) for _, waited, computed in getattr(self.text, "hops", [])]
-        self.seen.append(Traversal(wall_s, hops))
+        self.seen.append(Traversal(wall_s, hops, self.parallel and bool(hops)))
         return logits
 
     async def close(self) -> None:
@@ -71,7 +77,7 @@ class Watched:
         return self.chain.status()
 
     async def open(self, settings: Settings, enter: int = 0) -> WatchedText:
-        return WatchedText(await self.chain.open(settings, enter), self.seen)
+        return WatchedText(await self.chain.open(settings, enter), self.seen, self.config.objective.parallel)
 
     async def close(self) -> None:
         await self.chain.close()
@@ -119,7 +125,7 @@ def figures(name: str, samples: Sequence[Sample], baseline: Sequence[Sample]) ->
     """A row: totals of counts, medians over prompts of rates, the ratio by prompt to the baseline on the same link."""
     traversals, drafted = sum(s.counts.traversals for s in samples), sum(s.counts.drafted for s in samples)
     seen = [traversal for s in samples for traversal in s.seen]
-    legs = fmean(len(t.hops) + 1 for t in seen)
+    legs = fmean(t.ways for t in seen)
     told = any(t.hops for t in seen)
     return {
         "name": name,

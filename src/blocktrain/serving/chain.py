@@ -33,7 +33,7 @@ class Step:
     enter: int = 0  # first block; those before it were run by the caller
     state: Tensor | None = None  # (T, D) float32 where enter > 0 and blocks are chained
     z: Tensor | None = None  # (T, E) float32 where enter > 0 and a noisy target takes part
-    votes: Tensor | None = None  # (T - want, V) float32 where enter > 0 and all blocks vote
+    votes: Tensor | None = None  # (T - want, V) int32 where enter > 0 and all blocks vote
 
 
 def rows_replaced(old: Tensor | None, keep: int, new: Tensor | None) -> Tensor | None:

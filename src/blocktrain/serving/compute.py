@@ -21,7 +21,7 @@ from blocktrain.diffusion.sampling import euler_step
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import VOCABULARY
 from blocktrain.training.checkpoint import LoadedRun
-from blocktrain.training.composition import Composer
+from blocktrain.training.composition import Composer, mean_of, vote
 from blocktrain.training.hardware import choose_hardware
 
 Wire = Literal["float32", "bfloat16", "int8"]
@@ -58,10 +58,11 @@ class Job:
     enter: int
     state: Tensor | None = None  # (T, D) float32, as rounded on the wire
     z: Tensor | None = None  # (T, E)
-    votes: Tensor | None = None  # (T - want, V) float32, sum of log-probabilities of the blocks before `enter`, where all blocks vote
+    votes: Tensor | None = None  # (T - want, V) int32, of the blocks before `enter`, where blocks that are chained vote
     want: int = 0  # logits are made from this new position on
     read: bool = False  # logits of the last block here, though there are blocks after it
     stop: int | None = None  # the block after the last one to run here; None: the last one here
+    tally: bool = False  # only the votes of the blocks here are wanted
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Result:
 
     state: Tensor | None = None  # (T, D) float32, rounded
     z: Tensor | None = None  # (T, E) float32, rounded
-    votes: Tensor | None = None  # (T - want, V) float32, where all blocks vote
+    votes: Tensor | None = None  # (T - want, V) int32, where all blocks vote
     logits: Tensor | None = None  # (T - want, V) float32
 
 
@@ -113,7 +114,7 @@ class BlockRunner:
         rows = [_Rows(job) for job in jobs]
         groups: dict[tuple[object, ...], list[_Rows]] = {}
         for row in rows:
-            groups.setdefault((row.job.settings, row.job.enter, row.job.stop, row.job.read), []).append(row)
+            groups.setdefault((row.job.settings, row.job.enter, row.job.stop, row.job.read, row.job.tally), []).append(row)
         for group in groups.values():
             self._prepare(group)
             for tile in _tiles(group):
@@ -129,12 +130,13 @@ class BlockRunner:
             if job.z is None and self.config.objective.noisy:
                 job.z = self.composer.start((1, t), self.config.seed, first=blocks[0], position=job.offset + job.keep)
                 job.z = None if job.z is None else job.z[0].cpu()
-            if last or job.read:
+            if (last or job.read) and not job.tally:
                 row.result.logits = torch.empty(t - job.want, VOCABULARY)
             if not last:
                 row.result.state = torch.empty(t, model.width) if self.chained else None
                 row.result.z = torch.empty(t, model.embed_dim) if self.config.objective.noisy else None
-                row.result.votes = torch.empty(t - job.want, VOCABULARY) if self.composer.voters else None
+            if self.composer.voters and (job.tally or not last):
+                row.result.votes = torch.empty(t - job.want, VOCABULARY, dtype=torch.int32)
             for b in blocks:
                 memory = job.memory.blocks.setdefault(b, self.composer.stack.memory(b))
                 memory.length = job.keep + t
@@ -165,9 +167,9 @@ class BlockRunner:
                 read, votes_here = not following or (job.read and b == blocks[-1]), b in self.composer.voters
                 output = self.composer.step(b, x, state, z, BlockTile(segments, device), read or votes_here)
                 if votes_here:
-                    votes = self.composer.vote(votes, self.composer.scored(b, output, z))
-                if read:
-                    logits = (self.composer.scored(b, output, z) if votes is None else votes / self._voted(job, b)).float().cpu()
+                    votes = vote(votes, self.composer.scored(b, output, z))
+                if read and not job.tally:
+                    logits = (self.composer.scored(b, output, z) if votes is None else mean_of(votes, self._voted(job, b))).float().cpu()
                 if not following:
                     break
                 if self.chained:
@@ -188,7 +190,7 @@ class BlockRunner:
 
     def needs_votes(self, enter: int, settings: Settings) -> bool:
         """Whether a traversal that enters at a block brings the votes of blocks before it."""
-        return any(b < enter and b not in settings.skip for b in self.composer.voters)
+        return not self.config.objective.parallel and any(b < enter and b not in settings.skip for b in self.composer.voters)
 
     def _voted(self, job: Job, last: int) -> int:
         """How many blocks have voted once block `last` has."""
@@ -198,7 +200,7 @@ class BlockRunner:
         """The votes that came along, (1, R, V); rows that nobody reads are zeros."""
         if tile[0][0].job.votes is None:
             return None
-        votes = torch.zeros(1, TILE, VOCABULARY)
+        votes = torch.zeros(1, TILE, VOCABULARY, dtype=torch.int32)
         for rows, begin, row, count in tile:
             wanted = max(begin, rows.job.want)
             if rows.job.votes is not None and wanted < begin + count:

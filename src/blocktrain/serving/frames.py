@@ -56,7 +56,7 @@ class Name(IntEnum):
     Z_SCALE = 5
     LOGITS = 6
     HOPS = 7  # one row a stage: first block, microseconds waited, microseconds computed
-    VOTES = 8  # of the wanted positions, where all blocks vote: sum of log-probabilities so far
+    VOTES = 8  # of the wanted positions, where all blocks vote: sum of log-probabilities so far, in units of 2^-16 nats
 
 
 DTYPES = {1: torch.int16, 2: torch.float32, 3: torch.bfloat16, 4: torch.int8, 5: torch.int32}
@@ -249,10 +249,11 @@ def _expected(frame: Frame, shape: Shape) -> dict[Name, tuple[tuple[torch.dtype,
             Name.Z: (states, t, shape.embed_dim),
             Name.Z_SCALE: ((torch.float32,), t, 1),
             Name.HOPS: ((torch.int32,), 0, 3),
-            Name.VOTES: ((torch.float32,), t - frame.want, shape.vocabulary),
+            Name.VOTES: ((torch.int32,), t - frame.want, shape.vocabulary),
         }
     if frame.kind == Kind.ANSWER:
-        return {Name.LOGITS: ((torch.float32,), t - frame.want, shape.vocabulary), Name.HOPS: ((torch.int32,), 0, 3)}
+        found = t - frame.want, shape.vocabulary
+        return {Name.LOGITS: ((torch.float32,), *found), Name.VOTES: ((torch.int32,), *found), Name.HOPS: ((torch.int32,), 0, 3)}
     return {}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from blocktrain.config import RunConfig
 from blocktrain.errors import BusyError, ServingError
 from blocktrain.serving.chain import Step, rows_replaced
-from blocktrain.serving.compute import Settings
+from blocktrain.serving.compute import Settings, mean_of
 from blocktrain.serving.frames import Frame, Kind, Name, OpenRequest, Pong, Refusal, ids_tensor, message_frame, put_state
 from blocktrain.serving.line import SLOWEST
 from blocktrain.serving.link import StageLink
@@ -94,11 +94,17 @@ class RemoteText:
         self._state: Tensor | None = None
         self._z: Tensor | None = None
         self._asked: Frame | None = None  # the step that is on its way
-        self._turn: asyncio.Future[Frame | None] | None = None  # what is waited for: all stages to have opened the text, or an answer
+        self._answers: dict[str, Frame] = {}  # to it, by address
+        self._turn: asyncio.Future[None] | None = None  # what is waited for: all stages to have opened the text, or an answer
         self._unopened: set[str] = set()
         self._places: dict[str, Place] = {}  # address -> where it says that this text is
         self._used: dict[str, StageLink] = {}  # stages that have been told of the text
         self._closed = False
+
+    @property
+    def _parallel(self) -> bool:
+        """Whether each stage is asked by itself, since no block waits for another."""
+        return self.chain.config.objective.parallel
 
     @property
     def _skip(self) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ class RemoteText:
                 link.send(Frame(Kind.CLOSE, self.name, self.epoch))
         self._used = {hop.link.address: hop.link for hop in route}
         self._unopened = set(addresses)
-        for hop, after in zip(route, [*addresses[1:], ""], strict=True):
+        for hop, after in zip(route, [""] * len(route) if self._parallel else [*addresses[1:], ""], strict=True):
             request = OpenRequest(wire=self.settings.wire, skip=list(self._skip), first=hop.first, stop=hop.stop, next=after)
             hop.link.send(message_frame(Kind.OPEN, self.name, request, self.epoch))
             hop.link.texts += 1  # until it says how many there are
@@ -173,7 +179,7 @@ class RemoteText:
             self._turn.set_exception(error)
             self._turn.exception()  # looked at, should nobody wait for it any more
 
-    async def _wait(self, limit_s: float | None = None) -> Frame | None:
+    async def _wait(self, limit_s: float | None = None) -> None:
         """For what the next frames bring. Raises what `_end` is given."""
         self._turn = asyncio.get_running_loop().create_future()
         began, self._places = time.monotonic(), {}
@@ -185,7 +191,7 @@ class RemoteText:
                 self._end(StageLost(f"{', '.join(sorted(self._unopened))}: does not say that it opened the text"))
             elif limit_s is None:
                 self._look_for_step()
-        return self._turn.result()
+        self._turn.result()
 
     # --- A step ---
 
@@ -225,14 +231,20 @@ class RemoteText:
         frame.tensors[Name.IDS] = ids_tensor(step.ids)
         put_state(frame, Name.STATE, step.state, self.settings.wire)
         put_state(frame, Name.Z, step.z, self.settings.wire)
-        put_state(frame, Name.VOTES, step.votes, "float32")
-        self._asked = frame
-        self.route[0].link.send(frame)
-        answer = await self._wait()
-        assert answer is not None
-        hops = answer.tensors.get(Name.HOPS)
-        self.hops = [] if hops is None else [tuple(row) for row in hops.tolist()]  # type: ignore[misc]
-        return answer.tensors[Name.LOGITS]
+        if step.votes is not None and not self._parallel:
+            frame.tensors[Name.VOTES] = step.votes
+        self._asked, self._answers = frame, {}
+        for hop in self.route if self._parallel else self.route[:1]:
+            hop.link.send(replace(frame, enter=hop.first))
+        await self._wait()
+        rows = [row for answer in self._answers.values() if (hops := answer.tensors.get(Name.HOPS)) is not None for row in hops.tolist()]
+        self.hops = sorted(tuple(row) for row in rows)
+        if not self._parallel:
+            (answer,) = self._answers.values()
+            return answer.tensors[Name.LOGITS]
+        votes = torch.stack([answer.tensors[Name.VOTES] for answer in self._answers.values()]).sum(0)
+        blocks = range(self.chain.config.model.blocks)
+        return mean_of(votes if step.votes is None else votes + step.votes, len([b for b in blocks if b not in self._skip]))
 
     def _look_for_step(self) -> None:
         """Ask each stage where the step is. The route is lost where a stage has forgotten the text or is stuck, or the step is in none of them."""
@@ -244,7 +256,10 @@ class RemoteText:
             if place and place.step >= self.number > place.forwarded and hop.link.stalled_s > self.chain.step_limit_s:
                 self.chain.broke("*", hop.link.address)
                 return self._end(StageLost(f"{hop.link.address}: its blocks have been at one step for {hop.link.stalled_s:.0f} s"))
-        self._look_between([place for place in places if place])
+        if self._parallel:
+            self._look_each(places)
+        else:
+            self._look_between([place for place in places if place])
         if self.route is not None:
             for hop in self.route:
                 hop.link.send(Frame(Kind.PING, self.name, self.epoch, self.number))
@@ -252,7 +267,7 @@ class RemoteText:
     def _look_between(self, places: list[Place]) -> None:
         """Where a step left the stage before long ago (the first: the client) and the next one does not have it, or nobody has it any more."""
         assert self.route and self._asked
-        limit_s = STUCK_S + self._asked.count * 4 * self.chain.config.model.width / SLOWEST
+        limit_s = self._limit_s
         if len(places) < len(self.route) or min(place.last - place.since for place in places) <= limit_s:
             return
         at = next((n for n, place in enumerate(places) if place.step < self.number), len(places))
@@ -262,6 +277,24 @@ class RemoteText:
         if CLIENT not in way:
             self.chain.broke(*way)
         self._end(StageLost(f"{way[0]} -> {way[1]}: nothing arrives"))
+
+    def _look_each(self, places: list[Place | None]) -> None:
+        """The same where each stage has its step from the client and answers it."""
+        assert self.route and self._asked
+        limit_s = self._limit_s
+        for hop, place in zip(self.route, places, strict=True):
+            if place is None or hop.link.address in self._answers or place.last - place.since <= limit_s:
+                continue
+            if place.step < self.number:
+                return self._end(StageLost(f"{CLIENT} -> {hop.link.address}: nothing arrives"))
+            if place.forwarded >= self.number:
+                return self._end(StageLost(f"{hop.link.address} -> {CLIENT}: nothing arrives"))
+
+    @property
+    def _limit_s(self) -> float:
+        """After which a frame that left and is nowhere is lost."""
+        assert self._asked
+        return STUCK_S + self._asked.count * 4 * self.chain.config.model.width / SLOWEST
 
     # --- Frames ---
 
@@ -275,7 +308,7 @@ class RemoteText:
             self._unopened.discard(link.address)
             if not self._unopened:
                 self._turn.set_result(None)
-        elif frame.kind == Kind.ANSWER and frame.step == self.number and not self._unopened:
+        elif frame.kind == Kind.ANSWER and frame.step == self.number and not self._unopened and link.address in self._used:
             self._answer(link, frame)
         elif frame.kind == Kind.ERROR:
             self._fail(link, frame.message(Refusal))
@@ -288,13 +321,15 @@ class RemoteText:
     def _answer(self, link: StageLink, frame: Frame) -> None:
         """Only what was asked for, in numbers that are some."""
         assert self._turn is not None
-        logits, asked = frame.tensors.get(Name.LOGITS), self._asked
-        if asked is None or logits is None or (frame.keep, frame.count, frame.want) != (asked.keep, asked.count, asked.want):
+        found, asked = frame.tensors.get(Name.VOTES if self._parallel else Name.LOGITS), self._asked
+        if asked is None or found is None or (frame.keep, frame.count, frame.want) != (asked.keep, asked.count, asked.want):
             self._end(ServingError(f"{link.address}: its answer is not for the step that was asked"))
-        elif not bool(torch.isfinite(logits).all()):
+        elif not bool(torch.isfinite(found).all()):
             self._end(ServingError(f"{link.address}: its answer holds numbers that are not finite"))
         else:
-            self._turn.set_result(frame)
+            self._answers[link.address] = frame
+            if self.route is not None and (not self._parallel or len(self._answers) == len(self.route)):
+                self._turn.set_result(None)
 
     def _fail(self, link: StageLink, refusal: Refusal) -> None:
         """What a stage could not do, for whoever waits: another route, or an error."""

@@ -86,7 +86,7 @@ class Stage:
             raise StageRefused("refused", f"skip: {request.skip[:8]} are not some of the run's {blocks} blocks")
         if all(b in request.skip for b in range(request.first, request.stop)):
             raise StageRefused("refused", "skip: leaves nothing to do here")
-        left = [b for b in range(request.stop, blocks) if b not in request.skip]
+        left = [b for b in range(request.stop, blocks) if b not in request.skip and not self.runner.config.objective.parallel]
         if bool(left) != bool(request.next):
             raise StageRefused("refused", f"next: {'needed, blocks come after these' if left else 'there is no block after these'}")
 
@@ -166,9 +166,10 @@ class Stage:
         votes = frame.tensors.get(Name.VOTES)
         if (votes is not None) != runner.needs_votes(frame.enter, settings):
             raise ProtocolError(f"VOTES: {'not taken' if votes is not None else 'needed'} at block {frame.enter}")
-        if votes is not None and not bool(votes.isfinite().all()):
-            raise ProtocolError("VOTES: holds a number that is not finite")
+        if votes is not None and bool(((votes > 0) | (votes < -MAX_INT32 // 2)).any()):
+            raise ProtocolError("VOTES: holds a number that is no sum of log-probabilities")
         job = Job(text.memory, settings, frame.keep, frame.offset, ids[0].tolist(), frame.enter, state, z, votes, frame.want, stop=request.stop)
+        job.tally = runner.config.objective.parallel
         for b in runner.blocks(job):
             have = text.memory.blocks[b].length if b in text.memory.blocks else 0
             if frame.keep > have:
@@ -177,20 +178,22 @@ class Stage:
 
     def _outgoing(self, frame: Frame, text: StageText, result: Result, waited_us: int, arrived: float) -> Frame:
         took_us = int((time.monotonic() - arrived) * 1e6)
-        kind = Kind.ANSWER if result.logits is not None else Kind.STEP
+        kind = Kind.STEP if text.request.next else Kind.ANSWER
         after = [b for b in range(text.request.stop, self.shape.blocks) if b not in text.settings.skip]
         enter = after[0] if after else self.shape.blocks - 1
         out = Frame(kind, frame.text, frame.epoch, frame.step, frame.keep, frame.offset, frame.count, frame.want, enter)
         if frame.remaining_ms:
             out.remaining_ms = max(1, frame.remaining_ms - took_us // 1000)
         out.tensors[Name.HOPS] = _with_hop(frame.tensors, text.request.first, waited_us, took_us - waited_us, self.shape.blocks)
-        if result.logits is not None:
-            out.tensors[Name.LOGITS] = result.logits
+        if result.votes is not None:
+            out.tensors[Name.VOTES] = result.votes
+        if kind == Kind.ANSWER:
+            if result.logits is not None:
+                out.tensors[Name.LOGITS] = result.logits
             return out
         out.tensors[Name.IDS] = frame.tensors[Name.IDS]
         put_state(out, Name.STATE, result.state, text.settings.wire)
         put_state(out, Name.Z, result.z, text.settings.wire)
-        put_state(out, Name.VOTES, result.votes, "float32")
         return out
 
 

@@ -79,6 +79,23 @@ def read_out(
     return logits, denoised
 
 
+VOTE_UNITS = 1 << 16  # of a nat
+
+
+def vote(votes: Tensor | None, scored: Tensor) -> Tensor:
+    """The votes so far and one block's scored logits (N, T, V) -> the votes with its: the sum of log-probabilities in units of 2^-16 nats, int32.
+
+    Whole numbers, so that the sum is the same bits in whatever order, and wherever, blocks are counted.
+    """
+    mine = (torch.log_softmax(scored.float(), dim=-1).clamp(min=-1000.0) * VOTE_UNITS).round().to(torch.int32)
+    return mine if votes is None else votes + mine
+
+
+def mean_of(votes: Tensor, count: int) -> Tensor:
+    """Votes of `count` blocks -> the mean of their log-probabilities, which are logits like any other, float32."""
+    return votes.double().div(VOTE_UNITS * count).float()
+
+
 class Composer:
     """The blocks of a stack composed on the run's noise schedule."""
 
@@ -136,8 +153,8 @@ class Composer:
             scored = self.scored(block, output, z)
             if block not in self.voters:
                 return scored
-            votes = self.vote(votes, scored)
-            return votes / len([b for b in blocks if b in self.voters and b <= block])
+            votes = vote(votes, scored)
+            return mean_of(votes, len([b for b in blocks if b in self.voters and b <= block]))
 
         votes: Tensor | None = None
         if z is None:
@@ -160,11 +177,6 @@ class Composer:
     def voters(self) -> list[int]:
         """The blocks of whose log-probabilities the prediction is the mean; none where it is the last block's alone."""
         return self.readable if self.config.objective.combine == "mean" else []
-
-    def vote(self, votes: Tensor | None, scored: Tensor) -> Tensor:
-        """Sum of log-probabilities so far (N, T, V) and one block's scored logits (N, T, V) -> the sum with its."""
-        mine = torch.log_softmax(scored.float(), dim=-1)
-        return mine if votes is None else votes + mine
 
     def scored(self, block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
         """The logits (N, T, V) that are scored and sampled: the block's own, or without what z says of the target."""
