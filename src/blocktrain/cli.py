@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from blocktrain import __version__, cli_bench, cli_serving, cli_swarm
+from blocktrain import __version__, cli_bench, cli_reports, cli_serving, cli_swarm
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
 from blocktrain.cli_evaluation import show_evaluation
 from blocktrain.config import (
@@ -46,6 +46,7 @@ for command in (
     cli_swarm.token,
     cli_swarm.doctor,
     cli_swarm.simulate,
+    cli_reports.report,
 ):
     app.command(command)
 app.command(cli_bench.bench)
@@ -110,7 +111,7 @@ def train(
             if not _train_folder(folder, its, corpus, name, stopped):
                 say(f"stopped; a checkpoint is in {folder / 'checkpoints'}. The same command goes on from it.")
                 return STOPPED
-    show_evaluation(run, settings, json_)
+    show_evaluation(run, json_)
     if not json_:
         _show_sample(run, corpus)
     return 0
@@ -151,7 +152,7 @@ def evaluate(
         if section != "evaluate" and name not in ("objective.start", "objective.readout"):
             raise ConfigError(f"--set {text}: evaluate can change objective.start, objective.readout and evaluate.*; {name} is fixed by training")
         overrides = merge_fields(overrides, fields)
-    show_evaluation(run, settings, json_, overrides)
+    show_evaluation(run, json_, overrides)
     return 0
 
 
