@@ -77,7 +77,7 @@ def draw(plot: Plot, name: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": FONT, "axes.unicode_minus": True, "text.parse_math": False}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": FONT, "axes.unicode_minus": True, "text.parse_math": False}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, layout="constrained")
         FigureCanvasSVG(figure)

@@ -78,8 +78,9 @@ def render(front: Front, sections: Sequence[Section]) -> str:
 def labels_of(paths: Sequence[Path]) -> list[str]:
     """Last parts of the paths, with as many parts before them as it takes to tell them apart."""
     resolved = [path.resolve() for path in paths]
-    for parts in range(1, max((len(path.parts) for path in resolved), default=1) + 1):
+    parts = 1
+    while True:
         labels = ["/".join(path.parts[-parts:]) for path in resolved]
         if len(set(labels)) == len(set(resolved)):
-            break
-    return labels if paths else []
+            return labels
+        parts += 1

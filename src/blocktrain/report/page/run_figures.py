@@ -81,7 +81,7 @@ def read_run(folder: Path, label: str, say: Say, evaluation: Mapping[str, Any] |
         label,
         config,
         curves_of(folder, config) if status is None else _swarm_curves(status),
-        curves_of(folder / "reference", config) if (folder / "reference").is_dir() else "the end-to-end reference is not trained",
+        curves_of(folder / "reference", config) if (folder / "reference").is_dir() else "no end-to-end reference was trained in its folder",
         dict(evaluation) if evaluation is not None else _evaluated(folder, say),
         _sigma(folder, config, say),
         swarm,
