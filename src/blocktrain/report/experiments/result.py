@@ -1,6 +1,6 @@
 """What an experiment is and what comes of it: rows of the one table, figures behind them, and what the page is to draw.
 
-A result is kept as OUT/NAME.json with the key that says what it was made from. A result whose key is another is not used.
+A result is kept as OUT/NAME.json with the key that says what it was made from. A result whose key or format is another is not used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from blocktrain.report.experiments.lab import Lab
 from blocktrain.serialization import write_bytes
+
+FORMAT = 1  # of what is kept; raise it when an experiment tells something else from the same runs
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def saved_result(path: Path, key: str) -> Result | None:
     """The result that was kept, if it is of the same settings and text."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["key"] != key:
+        if (kept["key"], kept["format"]) != (key, FORMAT):
             return None
         told = kept["result"]
         return Result([Row(**row) for row in told["rows"]], told["figures"], tuple(told["runs"]), tuple(told["benches"]), dict(told["evaluations"]))
@@ -58,4 +60,4 @@ def saved_result(path: Path, key: str) -> Result | None:
 
 
 def save_result(path: Path, key: str, result: Result) -> None:
-    write_bytes(path, json.dumps({"key": key, "result": asdict(result)}, indent=1).encode())
+    write_bytes(path, json.dumps({"key": key, "format": FORMAT, "result": asdict(result)}, indent=1).encode())

@@ -25,11 +25,11 @@ def window_config(lab: Lab) -> RunConfig:
 
 
 def options_of(lab: Lab) -> Options:
-    """One link, without a limit of bandwidth."""
+    """A link without delay and one with, both without a limit of bandwidth."""
     serving = lab.scale.serving
     return Options(
         hosts=lab.default_config().model.blocks,
-        rtts_ms=(serving.rtt_ms,),
+        rtts_ms=(0.0, serving.rtt_ms),
         mbits_s=(0.0,),
         prompts=serving.prompts,
         prompt_bytes=serving.prompt_bytes,
@@ -52,7 +52,7 @@ def run(lab: Lab) -> Result:
     lab.train("serving/window", window_config(lab))
     result = bench_serving(default, options_of(lab), lab.say)
     write_bytes(lab.out / BENCH, json.dumps(result).encode())
-    table = result["tables"][0]
+    table = result["tables"][-1]  # the one with delay
     found = {row["name"]: row for row in table["rows"]}
     differs = f"{lab.differs()}; {result['hosts']} stages on this machine, RTT {table['rtt_ms']:g} ms; the 75.80B shape was not run"
     rows = [

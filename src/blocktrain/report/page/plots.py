@@ -114,7 +114,6 @@ def _dress(figure: Any, axes: Any, plot: Plot) -> None:
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=plot.whole_x))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.xaxis.set_minor_formatter(FuncFormatter(_minor_tick))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
     axes.set_xlabel(plot.x_label, color=INK)
@@ -122,6 +121,9 @@ def _dress(figure: Any, axes: Any, plot: Plot) -> None:
     axes.grid(color=LINE, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.04, y=0.08)
+    low, high = axes.get_xlim()
+    few_decades = plot.log_x and high / low < 300  # with more there is no room between the powers of ten
+    axes.xaxis.set_minor_formatter(FuncFormatter(_minor_tick if few_decades else lambda *_: ""))
     if plot.y_range:
         axes.set_ylim(*plot.y_range)
     axes.tick_params(which="both", colors=MUTED, length=0)

@@ -72,7 +72,12 @@ def _figures(*found: Figure) -> list[Figure]:
 
 
 def _missing(runs: Sequence[RunFigures], reasons: Sequence[object]) -> list[str]:
-    return [f"{run.label}: {reason}." for run, reason in zip(runs, reasons, strict=True) if isinstance(reason, str)]
+    """A sentence for each reason, with the runs that it is true of."""
+    labels: dict[str, list[str]] = {}
+    for run, reason in zip(runs, reasons, strict=True):
+        if isinstance(reason, str):
+            labels.setdefault(reason, []).append(run.label)
+    return [f"{', '.join(names)}: {reason}." for reason, names in labels.items()]
 
 
 # --- Training ---
@@ -241,7 +246,12 @@ def swarm(runs: Sequence[RunFigures]) -> Section:
             if headline is not None:
                 totals.append(Series(_name(runs, run, name), [float(moved)], [headline], r if len(runs) > 1 else i, i, "marks"))
     participation = Plot(
-        "Share of assigned work that came in time, by round.", "round (version of the block)", "participation (%)", shares, y_range=(0, 105)
+        "Share of assigned work that came in time, by round.",
+        "round (version of the block)",
+        "participation (%)",
+        shares,
+        whole_x=True,
+        y_range=(0, 105),
     )
     sent = Plot("Training cross entropy against bytes of updates.", "bytes of updates, all blocks", CE, uploads)
     moved = Plot("Held-out cross entropy of the composed model against all bytes moved.", "bytes moved in the whole run", CE, totals)
