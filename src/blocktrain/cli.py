@@ -34,7 +34,12 @@ from blocktrain.errors import BlockTrainError, ConfigError
 
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
-app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
+app = App(
+    name="blocktrain",
+    help="Train and serve one language model on machines that each hold only one block of it.",
+    version=__version__,
+    suppress_keyboard_interrupt=False,  # `run` says that it was stopped
+)
 for command in (
     cli_serving.generate,
     cli_serving.serve,

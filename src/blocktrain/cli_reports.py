@@ -55,6 +55,8 @@ def reproduce(
     The same command goes on from wherever it was stopped; what is finished is not run again. Exit code 1 if an experiment failed.
     """
     text = _text_of(train, heldout, data)
+    if not 0 <= seed < 1 << 62:
+        raise ConfigError(f"--seed: must be a number from 0 on, below 2^62, got {seed}")
     from blocktrain.report.experiments.lab import Lab
     from blocktrain.report.experiments.reproduce import chosen
     from blocktrain.report.experiments.reproduce import reproduce as run_all
@@ -67,8 +69,11 @@ def reproduce(
     corpus = load_corpus(text.corpus, heldout=text.heldout, heldout_fraction=text.heldout_fraction)
     say(f"text: {corpus.source}; {len(corpus.train):,} training bytes, {len(corpus.heldout):,} held out")
     lab = Lab(out.absolute(), scale_named(scale), corpus, text, seed, say, stop_on_signal)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # between trainings: as Ctrl-C, so that processes that were started are ended
-    outcome = run_all(lab, experiments)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that processes that were started are ended in order
+    try:
+        outcome = run_all(lab, experiments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _show_outcome(outcome, lab.scale.name)
     print(f"{lab.out / 'table.md'}\n{lab.out / 'table.json'}\n{lab.out / 'report.html'}")
     return 1 if outcome.failed else 0

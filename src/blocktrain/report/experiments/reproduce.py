@@ -65,21 +65,22 @@ def reproduce(lab: Lab, experiments: Sequence[Experiment]) -> Outcome:
     Raises ConfigError where OUT cannot be used or another process is at work in it, KeyboardInterrupt when stopped.
     """
     require_matplotlib()  # before hours of work
+    keys = {experiment.name: experiment.key(lab) for experiment in experiments}  # checks every setting
     try:
         lab.out.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lab.out / ".lock", timeout=0):
-            return _reproduce(lab, experiments)
+            return _reproduce(lab, experiments, keys)
     except filelock.Timeout:
         raise ConfigError(f"{lab.out}: another process is reproducing there; wait for it, or name another folder") from None
     except OSError as error:
         raise ConfigError(f"{error.filename or lab.out}: cannot be written ({error.strerror})") from None
 
 
-def _reproduce(lab: Lab, experiments: Sequence[Experiment]) -> Outcome:
+def _reproduce(lab: Lab, experiments: Sequence[Experiment], keys: dict[str, str]) -> Outcome:
     results, failed = dict[str, Result](), dict[str, str]()
     for experiment in experiments:
         try:
-            results[experiment.name] = _result_of(lab, experiment)
+            results[experiment.name] = _result_of(lab, experiment, keys[experiment.name])
         except (BlockTrainError, OSError) as error:
             failed[experiment.name] = str(error)
         except Exception as error:  # our own mistake: hours of the other experiments are not lost by it
@@ -95,8 +96,8 @@ def _reproduce(lab: Lab, experiments: Sequence[Experiment]) -> Outcome:
     return outcome
 
 
-def _result_of(lab: Lab, experiment: Experiment) -> Result:
-    path, key = lab.out / f"{experiment.name}.json", experiment.key(lab)
+def _result_of(lab: Lab, experiment: Experiment, key: str) -> Result:
+    path = lab.out / f"{experiment.name}.json"
     kept = saved_result(path, key)
     if kept is not None:
         lab.say(f"{experiment.name}: finished before, taken from {path}")
