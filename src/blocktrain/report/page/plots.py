@@ -25,8 +25,8 @@ WIDTH, HEIGHT = 320, 224  # points; a phone shows about one pixel a point
 FONT = 10.5
 
 # Colours that are in no drawing by chance -> the page's variables.
-INK, MUTED, LINE = "#a1b201", "#a1b202", "#a1b203"
-_VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", LINE: "var(--line)"}
+INK, MUTED, LINE, SURFACE = "#a1b201", "#a1b202", "#a1b203", "#a1b204"
+_VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", LINE: "var(--line)", SURFACE: "var(--surface)"}
 _PALETTE = [f"#a1b21{i}" for i in range(COLOURS)]
 _VARIABLES |= {colour: f"var(--c{i})" for i, colour in enumerate(_PALETTE)}
 
@@ -99,9 +99,10 @@ def _draw_series(axes: Any, series: Series) -> None:
         axes.stairs(series.y, series.x, fill=True, color=colour, alpha=0.18, linewidth=0)
         axes.stairs(series.y, series.x, color=colour, linewidth=1.4, linestyle=style["linestyle"], baseline=None)
     elif series.kind == "marks":
-        axes.plot(series.x, series.y, color=colour, linestyle="none", marker=MARKERS[series.dash % len(MARKERS)], markersize=6)
+        marker = {"marker": MARKERS[series.dash % len(MARKERS)], "markersize": 7, "markeredgecolor": SURFACE, "markeredgewidth": 1}
+        axes.plot(series.x, series.y, color=colour, linestyle="none", zorder=5, **marker)
     else:
-        few = len(series.x) <= 24
+        few = len(series.x) <= 12
         axes.plot(series.x, series.y, **style, marker="o" if few else None, markersize=3.5)
 
 
