@@ -56,7 +56,8 @@ def test_the_table_has_the_papers_figure_and_ours(made: Path):
     kept = json.loads((made / "long-run.json").read_text())["result"]["figures"]
     for recipe, name in (("paper", "long-run, the paper's recipe"), ("default", "long-run, our default")):
         assert f"CE {kept[recipe]['headline_ce']:.3f}" in rows[name]["ours"]
-        assert f"gap {kept[recipe]['headline_ce'] - kept[recipe]['reference_ce']:+.4f} ±" in rows[name]["ours"]
+        assert kept[recipe]["gap"] == pytest.approx(kept[recipe]["headline_ce"] - kept[recipe]["reference_ce"])
+        assert f"gap {kept[recipe]['gap']:+.4f} ± {kept[recipe]['gap_standard_error']:.4f}" in rows[name]["ours"]
     assert "measured" in rows["memory, our default"]["differs"]
     assert all(row["experiment"] in (made / "table.md").read_text() for row in table["rows"])
     assert "mean nothing" in table["warning"]
@@ -97,7 +98,10 @@ def test_a_stopped_one_goes_on_where_it_was(made: Path, texts: list[str], tmp_pa
     assert len(steps) == 2 * 24 + 15
     assert not (tmp_path / "out" / "table.md").exists()
     steps.clear()
+    evaluated, evaluate = list[Path](), lab_module.evaluate
+    monkeypatch.setattr(lab_module, "evaluate", lambda run, *rest: (evaluated.append(run.folder), evaluate(run, *rest))[1])
     assert cli.run(command) == 0
+    assert len(evaluated) == len(set(evaluated)) == 4, "each run is evaluated once, though two experiments look at one"
     assert steps == [*range(13, 25), *range(1, 25)], "from the checkpoint of step 12 on, then the leaking arm"
     assert json.loads((tmp_path / "out" / "long-run.json").read_text()) == json.loads((made / "long-run.json").read_text())
 

@@ -193,8 +193,9 @@ def test_a_coordinator_that_cannot_start_is_said_with_its_reason(tmp_path: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent is gone")
 def test_a_process_ends_with_the_one_that_started_it():
     code = (
-        "import os, signal, sys, blocktrain.report.experiments.swarm_processes as s; import subprocess;"
-        "p = subprocess.Popen(['sleep', '300'], preexec_fn=s._end_with_parent); print(p.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, subprocess; from blocktrain.report.experiments.swarm_processes import _end_with_parent as bound;"
+        "p = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=bound);"
+        "print(p.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     status = Path(f"/proc/{int(done.stdout)}/status")
