@@ -43,7 +43,8 @@ def run(lab: Lab) -> Result:
         for blocks, config in found.items():
             told = lab.evaluate(_trained(lab, recipe, blocks, config))
             gap = gap_text(told.headline_by_window, references[recipe].headline_by_window)
-            name = f"fixed-depth, {RECIPES[recipe][0]}, {config.model.layers_per_block} layers a block"
+            each = config.model.layers_per_block
+            name = f"fixed-depth, {RECIPES[recipe][0]}, {each} layer{'s' * (each > 1)} a block"
             line = f"CE {told.headline_ce:.3f}, gap {gap}; after each of {blocks}: {ce_list(told.rollout_ce)}"
             rows.append(Row(name, PAPER_SAYS, line, lab.differs(told, config)))
             figures.setdefault(recipe, {})[str(blocks)] = plain(told) | {"gap": gap}
