@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from blocktrain import __version__, cli_bench, cli_serving, cli_swarm
-from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say
+from blocktrain import __version__, cli_bench, cli_reports, cli_serving, cli_swarm
+from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say, stop_on_signal
 from blocktrain.cli_evaluation import show_evaluation
 from blocktrain.config import (
     PRESETS,
@@ -36,7 +34,12 @@ from blocktrain.errors import BlockTrainError, ConfigError
 
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
-app = App(name="blocktrain", help="Train and serve one language model on machines that each hold only one block of it.", version=__version__)
+app = App(
+    name="blocktrain",
+    help="Train and serve one language model on machines that each hold only one block of it.",
+    version=__version__,
+    suppress_keyboard_interrupt=False,  # `run` says that it was stopped
+)
 for command in (
     cli_serving.generate,
     cli_serving.serve,
@@ -46,6 +49,8 @@ for command in (
     cli_swarm.token,
     cli_swarm.doctor,
     cli_swarm.simulate,
+    cli_reports.report,
+    cli_reports.reproduce,
 ):
     app.command(command)
 app.command(cli_bench.bench)
@@ -105,12 +110,12 @@ def train(
         require_memory(its)
     corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
     say(f"text: {corpus.source}; {len(corpus.train):,} training bytes, {len(corpus.heldout):,} held out")
-    with _stop_on_signal() as stopped:
+    with stop_on_signal() as stopped:
         for name, folder, its in jobs:
             if not _train_folder(folder, its, corpus, name, stopped):
                 say(f"stopped; a checkpoint is in {folder / 'checkpoints'}. The same command goes on from it.")
                 return STOPPED
-    show_evaluation(run, settings, json_)
+    show_evaluation(run, json_)
     if not json_:
         _show_sample(run, corpus)
     return 0
@@ -151,7 +156,7 @@ def evaluate(
         if section != "evaluate" and name not in ("objective.start", "objective.readout", "objective.combine"):
             raise ConfigError(f"--set {text}: evaluate can change objective.start, .readout, .combine and evaluate.*; {name} is fixed by training")
         overrides = merge_fields(overrides, fields)
-    show_evaluation(run, settings, json_, overrides)
+    show_evaluation(run, json_, overrides)
     return 0
 
 
@@ -217,25 +222,6 @@ def _train_folder(folder: Path, settings: RunConfig, corpus: Any, name: str, sto
         training = TrainingRun(folder, settings, corpus, report=progress.step, say=progress.say, stopped=lambda: bool(stopped))
         progress.say(f"{name}: {settings.model.blocks} blocks x {settings.model.layers_per_block} layers on {training.hardware}, into {folder}")
         return training.train() and not stopped
-
-
-@contextlib.contextmanager
-def _stop_on_signal() -> Iterator[list[int]]:
-    """A list that fills when SIGINT or SIGTERM comes; a second signal ends the process at once."""
-    stopped: list[int] = []
-
-    def handle(number: int, _: object) -> None:
-        if stopped:
-            raise KeyboardInterrupt
-        stopped.append(number)
-        say("stopping after this step ...")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Progress:

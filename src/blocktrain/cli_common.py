@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +33,25 @@ def say(message: str) -> None:
     err.print(message, markup=False)
 
 
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[list[int]]:
+    """A list that fills when SIGINT or SIGTERM comes; a second signal ends the process at once."""
+    stopped: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+        say("stopping after this step ...")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def existing_run(run: Path) -> Path:
     path = run / "run.toml"
     if not path.is_file():
@@ -52,9 +74,9 @@ def run_settings(run: Path, preset: str | None, config: Path | None, data: str |
         over = merge_fields(over, parse_assignment(text))
     if not existing.is_file():
         _require_empty(run)
-        return make_config(_absolute_paths(merge_fields(start, over)), f"{source} with --set" if sets else source)
+        return make_config(absolute_paths(merge_fields(start, over)), f"{source} with --set" if sets else source)
     have = load_config(existing).model_dump()
-    settings = make_config(_absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
+    settings = make_config(absolute_paths(merge_fields(have, over)), f"{existing} with --set" if sets else str(existing))
     if preset is not None or config is not None:
         wanted = make_config(merge_fields(start, over), source)
         _refuse_contradiction(existing, settings, wanted, "--config" if config else "--preset")
@@ -82,7 +104,7 @@ def _refuse_contradiction(existing: Path, have: RunConfig, wanted: RunConfig, fl
                 )
 
 
-def _absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
+def absolute_paths(fields: dict[str, Any]) -> dict[str, Any]:
     """A corpus given as a path is kept absolute, so that the run can be gone on with from another folder."""
     from blocktrain.training.data import NAMES
 

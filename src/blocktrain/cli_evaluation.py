@@ -11,22 +11,19 @@ from rich.table import Table
 
 from blocktrain.cli_common import out, say
 from blocktrain.config import RunConfig, make_config, merge_fields
-from blocktrain.errors import ConfigError
 
 
-def evaluation_of(run: Path, settings: RunConfig, overrides: dict[str, Any] | None = None) -> tuple[Any, Any]:
+def evaluation_of(run: Path, overrides: dict[str, Any] | None = None) -> tuple[Any, Any]:
     """(evaluation, run as it was loaded). Kept in the run folder unless settings are overridden."""
+    from blocktrain.report.texts import corpus_of
     from blocktrain.training.checkpoint import load_run
-    from blocktrain.training.data import load_corpus
     from blocktrain.training.evaluate import evaluate as evaluate_run
 
     loaded = load_run(run, say)
     if overrides:
         fields = merge_fields(loaded.config.model_dump(mode="json"), overrides)
         loaded = dataclasses.replace(loaded, config=make_config(fields, "--set"))
-    corpus = load_corpus(settings.data.corpus, heldout=settings.data.heldout, heldout_fraction=settings.data.heldout_fraction)
-    if corpus.heldout_digest != loaded.progress.heldout_digest:
-        raise ConfigError(f"data.corpus: the held-out text of {settings.data.corpus!r} is not the one this run was trained beside")
+    corpus = corpus_of(loaded)
     say("evaluating ...")
     result = evaluate_run(loaded, corpus, say)
     if not overrides:
@@ -34,9 +31,9 @@ def evaluation_of(run: Path, settings: RunConfig, overrides: dict[str, Any] | No
     return result, loaded
 
 
-def show_evaluation(run: Path, settings: RunConfig, as_json: bool, overrides: dict[str, Any] | None = None) -> None:
+def show_evaluation(run: Path, as_json: bool, overrides: dict[str, Any] | None = None) -> None:
     """Evaluate and print."""
-    result, loaded = evaluation_of(run, settings, overrides)
+    result, loaded = evaluation_of(run, overrides)
     print(json.dumps(result.to_json())) if as_json else print_evaluation(result, loaded)
 
 

@@ -224,7 +224,7 @@ def simulate(
     corpus = None if stand_in else load_corpus(its.corpus, heldout=its.heldout, heldout_fraction=its.heldout_fraction)
     say(f"{chosen.name}: {chosen.meaning}")
     outcome = live(plan, corpus, run, say)
-    result, loaded = (None, None) if stand_in else evaluation_of(run, settings)
+    result, loaded = (None, None) if stand_in else evaluation_of(run)
     if json_:
         print(json.dumps({**outcome.to_json(), "evaluation": result.to_json() if result else None}))
         return 0

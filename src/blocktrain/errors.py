@@ -8,6 +8,7 @@ BlockTrainError                 a person or a machine outside did something that
 ├── ServingError                the blocks cannot give an answer now: a stage is gone, full, or does not hold what is needed
 │   └── BusyError               as many texts as are allowed are being generated; it may be asked again
 ├── DivergedError               the loss or a gradient is not finite any more
+├── ExperimentError             a process that an experiment started has ended with an error
 └── MemoryLimitError            what was asked for does not fit, with the need and the have
 
 Each message is one line that names the setting, field or file and says what to do. The command line prints it and exits
@@ -51,6 +52,12 @@ class BusyError(ServingError):
 
 class DivergedError(BlockTrainError):
     """Training left the finite numbers; nothing of that step was kept."""
+
+    exit_code = 1
+
+
+class ExperimentError(BlockTrainError):
+    """A process that was started ended with an error; the message names it and the file with what it said."""
 
     exit_code = 1
 

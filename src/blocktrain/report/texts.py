@@ -17,7 +17,7 @@ from rich.table import Table
 
 from blocktrain.errors import ConfigError
 from blocktrain.training.checkpoint import LoadedRun
-from blocktrain.training.data import heldout_windows, load_corpus
+from blocktrain.training.data import Corpus, heldout_windows, load_corpus
 
 GRAMS = (1, 2, 3)
 
@@ -38,13 +38,18 @@ def variety(texts: Sequence[bytes]) -> dict[str, float]:
     return {f"distinct_{n}": fmean(distinct(text, n) for text in texts) for n in GRAMS} | {"entropy": fmean(map(byte_entropy, texts))}
 
 
-def heldout_of(run: LoadedRun) -> np.ndarray:
-    """The held-out text a run was trained beside, (num_bytes,) uint8; raises ConfigError where the corpus is another now."""
+def corpus_of(run: LoadedRun) -> Corpus:
+    """The texts of a run; raises ConfigError where the held-out one is not that which it was trained beside."""
     data = run.config.data
     corpus = load_corpus(data.corpus, heldout=data.heldout, heldout_fraction=data.heldout_fraction)
     if corpus.heldout_digest != run.progress.heldout_digest:
         raise ConfigError(f"data.corpus: the held-out text of {data.corpus!r} is not the one this run was trained beside")
-    return corpus.heldout
+    return corpus
+
+
+def heldout_of(run: LoadedRun) -> np.ndarray:
+    """The held-out text a run was trained beside, (num_bytes,) uint8; raises ConfigError where the corpus is another now."""
+    return corpus_of(run).heldout
 
 
 def prompts_of(heldout: np.ndarray, count: int, size: int, after: int) -> list[tuple[bytes, bytes]]:
