@@ -40,6 +40,9 @@ class ModelConfig(Section):
     embed_dim: int = Field(default=128, ge=2, le=65536, description="width E of the target embedding")
     mlp: Literal["relu2", "swiglu"] = Field(default="relu2", description="feed-forward kind")
     mlp_ratio: float = Field(default=4.0, gt=0, le=64, description="feed-forward width / model width (swiglu takes 2/3 of it)")
+    short_conv: int = Field(
+        default=0, ge=0, le=64, description="earlier positions that what each sub-layer reads is mixed with, channel by channel; 0 is none"
+    )
     noise_dim: int = Field(default=64, ge=2, le=4096, description="width of the noise-level embedding; even")
 
     @model_validator(mode="after")
@@ -317,6 +320,8 @@ class RunConfig(Section):
         several = {"round": True, "outer": True, "limits": True}
         read = {"objective": {"combine"}, "train": {"checkpoint_every", "log_every"}}
         fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, **read, **several})
+        if not self.model.short_conv:  # runs from before it was there are the same runs
+            del fields["model"]["short_conv"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     @property

@@ -65,9 +65,10 @@ def logits_of(chain: Chain, text: list[int], cuts: list[int], settings: Settings
     return asyncio.run(go())
 
 
+@pytest.mark.parametrize("short_conv", [0, 3])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_served_logits_are_those_of_evaluation_and_do_not_depend_on_the_pieces(objective: dict[str, Any]):
-    run = made_run(objective)
+def test_served_logits_are_those_of_evaluation_and_do_not_depend_on_the_pieces(objective: dict[str, Any], short_conv: int):
+    run = made_run(objective, model={"short_conv": short_conv})
     text = list(b"the quick brown fox jumps over")
     composer = Composer(run.stack, run.config, run.partition)
     with torch.no_grad():
@@ -95,7 +96,7 @@ def test_the_blocks_give_the_same_bits_however_they_are_spread(wire: str, object
 
 
 def test_a_text_gives_the_same_bytes_alone_and_beside_others():
-    chain = LocalChain(made_run(CLEAN))
+    chain = LocalChain(made_run(CLEAN, model={"short_conv": 2}))
     jobs = [(Plan(sampling=Sampling(1.0, seed=n), max_bytes=60), b"once upon" * (n % 4 + 1)) for n in range(12)]
     alone = [texts(chain, job)[0] for job in jobs]
     assert texts(chain, *jobs) == alone
@@ -104,10 +105,10 @@ def test_a_text_gives_the_same_bytes_alone_and_beside_others():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
-@pytest.mark.parametrize("objective", [CLEAN, PAPER, {**CLEAN, "private_layers": 1}, {**CLEAN, "input": "independent"}])
+@pytest.mark.parametrize("objective", [CLEAN, PAPER, {**CLEAN, "private_layers": 1}, {**CLEAN, "input": "independent"}, VOTE])
 @pytest.mark.parametrize("draft_length", [None, 1, 7])
 def test_speculative_gives_the_bytes_of_exact(temperature: float, objective: dict[str, Any], draft_length: int | None):
-    run = made_run(objective)
+    run = made_run(objective, model={"short_conv": 3 if objective in (CLEAN, VOTE) else 0})
     chain, own = LocalChain(run), OwnDraft(run)
     for seed, prompt in enumerate([b"", b"a", b"thirty-two positions hold this..", b"and a prompt that is longer than the model remembers"]):
         sampling = Sampling(temperature, seed=seed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.layers import rotary_table, rotate
+from blocktrain.model.layers import ShortConvolution, rotary_table, rotate
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
 
@@ -91,3 +91,26 @@ def test_swiglu_has_about_the_parameters_of_relu2():
 def test_layer_flops_count_two_per_weight_and_causal_attention():
     width, hidden, t = 32, 128, 16
     assert layer_flops(SHAPE) == 2 * (4 * width**2 + 2 * width * hidden) + 2 * width * t
+
+
+@pytest.mark.parametrize("positions", [1, 3, 7])
+def test_a_short_convolution_is_the_sum_it_says_and_its_gradient_is_exact(positions: int):
+    layer = ShortConvolution(SHAPE.model_copy(update={"short_conv": 3, "width": 4})).double()
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(2, positions, 4, generator=g, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(layer(h, None, 0), h), "it starts as the identity"
+    with torch.no_grad():
+        layer.taps.copy_(torch.randn(3, 4, generator=g))
+    wanted = [sum((h[:, t - k] * layer.taps[k - 1] for k in range(1, 4) if t >= k), h[:, t]) for t in range(positions)]
+    assert torch.allclose(layer(h, None, 0), torch.stack(wanted, 1))
+    assert torch.autograd.gradcheck(lambda h, taps: torch.func.functional_call(layer, {"taps": taps}, (h, None, 0)), (h, layer.taps))
+
+
+def test_taps_are_no_hidden_matrices_and_cost_what_is_counted():
+    shape = SHAPE.model_copy(update={"short_conv": 3})
+    block, plain = BlockStack(shape, seed=0).block(0), BlockStack(SHAPE, seed=0).block(0)
+    taps = [p for name, p in block.named_parameters() if name.endswith("taps")]
+    assert len(taps) == 4 and not {id(p) for p in taps} & {id(p) for p in block.matrices()}
+    assert parameter_count(block) - parameter_count(plain) == 4 * 3 * 32
+    assert layer_flops(shape) - layer_flops(SHAPE) == 2 * 2 * 3 * 32
+    assert all(torch.equal(dict(block.named_parameters())[name], p) for name, p in plain.named_parameters()), "the other weights are drawn as before"

@@ -3,11 +3,14 @@
 N batch, T positions, D width, H heads, K = D / H, C noise-level embedding width.
 
 Notable: RMSNorm without a gain of its own, because the noise-level modulation (adaLN) carries one gain and one shift per channel and sub-layer;
-rotary positions; queries and keys normalised per head; ReLU^2 or SwiGLU feed-forward; projections into the residual stream start at zero, so a fresh
-layer is the identity. Left out: biases in matrices, dropout (one pass over the text), output gates.
+rotary positions; queries and keys normalised per head; ReLU^2 or SwiGLU feed-forward; what a sub-layer reads may be mixed with that of a few earlier
+positions (a depthwise short convolution, as in "Physics of Language Models: Part 4.1", Allen-Zhu 2025); projections into the residual stream start
+at zero, so a fresh layer is the identity. Left out: biases in matrices, dropout (one pass over the text), output gates.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +70,45 @@ class FeedForward(nn.Module):
         return self.down(hidden)
 
 
+class _Mix(torch.autograd.Function):
+    """h_t + sum over k of taps_k * h_(t - k). Written out, since autograd would keep a shifted copy of h for each tap."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(h, taps)
+        out = h.clone()
+        for k, tap in enumerate(taps, 1):
+            out[:, k:] += h[:, :-k] * tap
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,), (h, taps) = grads, ctx.saved_tensors
+        back, by_tap = grad.clone(), torch.zeros_like(taps)
+        for k, tap in enumerate(taps, 1):
+            back[:, :-k] += grad[:, k:] * tap
+            by_tap[k - 1] = (grad[:, k:] * h[:, :-k]).sum((0, 1))
+        return back, by_tap
+
+
+class ShortConvolution(nn.Module):
+    """Each channel of a position, and some of it of each of the K positions before it; (K, D) taps that start at zero."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.taps = nn.Parameter(torch.zeros(config.short_conv, config.width))
+
+    def forward(self, h: Tensor, tile: LayerTile | None, site: int) -> Tensor:
+        """h (N, T, D) -> (N, T, D). With a tile, `site` tells the convolutions of a layer apart."""
+        if tile is None:
+            taps = self.taps[: h.size(1) - 1]  # those beyond the first position have nothing to mix in
+            return _Mix.apply(h, taps) if len(taps) else h  # type: ignore[return-value]
+        past = tile.past(site, h, len(self.taps))
+        for k, tap in enumerate(self.taps, 1):
+            h = h + past[k - 1] * tap
+        return h
+
+
 class TransformerLayer(nn.Module):
     """x + attention, x + feed-forward, each behind a norm that the noise level modulates."""
 
@@ -75,11 +117,12 @@ class TransformerLayer(nn.Module):
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.modulation = nn.Linear(config.noise_dim, 4 * config.width)
+        self.convolutions = nn.ModuleList(ShortConvolution(config) for _ in range(2 if config.short_conv else 0))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters():
-            if name.endswith(("out.weight", "down.weight", "modulation.weight", "modulation.bias")):
+            if name.endswith(("out.weight", "down.weight", "modulation.weight", "modulation.bias", "taps")):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
@@ -88,5 +131,8 @@ class TransformerLayer(nn.Module):
         """x (N, T, D), noise (N, 1 or T, C) or None where no noise level takes part -> (N, T, D)."""
         modulation = self.modulation.bias if noise is None else self.modulation(noise)
         scale_a, shift_a, scale_f, shift_f = modulation.chunk(4, dim=-1)
-        x = x + self.attention(rms_norm(x) * (1 + scale_a) + shift_a, cos, sin, tile)
-        return x + self.feed_forward(rms_norm(x) * (1 + scale_f) + shift_f)
+        x = x + self.attention(self._mixed(rms_norm(x) * (1 + scale_a) + shift_a, tile, 0), cos, sin, tile)
+        return x + self.feed_forward(self._mixed(rms_norm(x) * (1 + scale_f) + shift_f, tile, 1))
+
+    def _mixed(self, h: Tensor, tile: LayerTile | None, site: int) -> Tensor:
+        return self.convolutions[site](h, tile, site) if self.convolutions else h

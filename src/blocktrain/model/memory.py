@@ -29,6 +29,22 @@ class LayerMemory:
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None  # (2, H, room, K)
+        self._rows: dict[int, Tensor] = {}  # what each short convolution read: (room, D)
+
+    def put_rows(self, site: int, position: int, rows: Tensor) -> None:
+        """Write (n, D) rows from `position` on."""
+        stop, kept = position + rows.size(0), self._rows.get(site)
+        if kept is None or kept.size(0) < stop:
+            grown = rows.new_zeros(-(-stop // GROW) * GROW, rows.size(1))
+            if kept is not None:
+                grown[: kept.size(0)] = kept
+            kept = self._rows[site] = grown
+        kept[position:stop] = rows
+
+    def read_rows(self, site: int, start: int, count: int) -> Tensor:
+        """Rows start ... start + count, zeros before the first position: (count, D)."""
+        rows = self._rows[site][max(0, start) : max(0, start + count)]
+        return torch.cat((rows.new_zeros(count - rows.size(0), rows.size(1)), rows))
 
     def put(self, position: int, k: Tensor, v: Tensor) -> None:
         """Write (H, n, K) keys and values from `position` on."""
@@ -71,10 +87,19 @@ class Segment:
 
 
 class LayerTile:
-    """One layer's attention for the rows of a tile."""
+    """One layer's attention and short convolutions for the rows of a tile."""
 
     def __init__(self, segments: Sequence[Segment], memories: Sequence[LayerMemory]) -> None:
         self.segments, self.memories = segments, memories
+
+    def past(self, site: int, h: Tensor, lags: int) -> list[Tensor]:
+        """h (1, R, D): remember what a convolution reads -> what it read 1 ... `lags` positions before each row, (1, R, D) each."""
+        found = [torch.zeros_like(h) for _ in range(lags)]
+        for segment, memory in zip(self.segments, self.memories, strict=True):
+            memory.put_rows(site, segment.position, h[0, segment.rows])
+            for lag, rows in enumerate(found, 1):
+                rows[0, segment.rows] = memory.read_rows(site, segment.position - lag, segment.count)
+        return found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v (1, H, R, K): remember keys and values, and answer the queries -> (1, H, R, K)."""

@@ -158,9 +158,9 @@ def shapes_only() -> Iterator[None]:
 
 
 def layer_flops(config: ModelConfig) -> int:
-    """Forward floating-point operations of one layer per token: 2 per weight of a matrix, and causal attention over T / 2 keys on average."""
+    """Forward floating-point operations of one layer per token: 2 per weight of a matrix and per tap, causal attention over T / 2 keys on average."""
     matrices = 4 * config.width**2 + (3 if config.mlp == "swiglu" else 2) * config.width * config.mlp_hidden
-    return 2 * matrices + 2 * config.width * config.positions
+    return 2 * matrices + 2 * config.width * config.positions + 2 * 2 * config.short_conv * config.width
 
 
 def parameter_count(module: nn.Module) -> int:

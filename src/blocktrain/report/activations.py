@@ -63,6 +63,8 @@ def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision)
         "feed-forward: modulated stream, read by up (and gate)": d * p.compute * (2 if p.casts and gated else 1),
         # relu(up) and its square; or gate, silu(gate), up and their product
         "feed-forward: hidden": (4 if gated else 2) * f * p.compute,
+        # what the short convolutions read
+        "short convolutions: modulated streams": 2 * d * p.stream if model.short_conv else 0,
         # 1 + scale of both sub-layers: per sample where the noise level sets it, else per channel
         "modulation: gains": 2 * model.width * (batch * p.compute if noisy else p.stream),
     }
