@@ -101,6 +101,9 @@ class NoiseConfig(Section):
         return self
 
 
+MAX_VOTERS = 255  # blocks whose votes can be summed in 32 bits
+
+
 class ObjectiveConfig(Section):
     """What a block learns from, and how the blocks are composed. The default is what measures best with one block a worker."""
 
@@ -294,6 +297,8 @@ class RunConfig(Section):
         blocks = self.model.blocks
         if self.objective.span > blocks:
             raise ValueError(f"objective.span: {self.objective.span} is more than model.blocks {blocks}")
+        if self.objective.combine == "mean" and blocks > MAX_VOTERS:
+            raise ValueError(f"objective.combine: mean is for at most {MAX_VOTERS} blocks, model.blocks is {blocks}")
         if isinstance(self.noise.partition, list) and len(self.noise.partition) != blocks + 1:
             raise ValueError(f"noise.partition: needs model.blocks + 1 = {blocks + 1} boundaries, got {len(self.noise.partition)}")
         if self.objective.window >= self.model.positions:

@@ -145,6 +145,23 @@ def test_a_run_that_is_read_otherwise_is_another_run(run: Path, tmp_path: Path):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("checkpoint_here", [True, False])
+def test_how_blocks_are_combined_is_part_of_what_a_run_is(checkpoint_here: bool, tmp_path: Path):
+    """Training does not depend on it, so weights and the digest of training are the same."""
+    last, mean = (make_run(tmp_path / name, objective={**VOTE, "combine": name}) for name in ("last", "mean"))
+
+    async def go() -> None:
+        async with three(mean) as (addresses, _):
+            mine = mean if checkpoint_here else tmp_path / "settings"
+            mine.mkdir(exist_ok=True)
+            (mine / "run.toml").write_text((mean / "run.toml").read_text())
+            async with chained(mine, *addresses) as chain:
+                assert (await tell(chain, plan_of())).data == golden(mean, plan_of())
+            assert "serves a run with other settings" in await refusal(last, *addresses)
+
+    asyncio.run(go())
+
+
 def test_stages_of_two_checkpoints_never_share_a_text(run: Path, tmp_path: Path):
     """The client has no weights of its own, so it can only compare stages with each other."""
     later = make_run(tmp_path / "later", updates=2, shift=0.01)

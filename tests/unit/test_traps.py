@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blocktrain.config import RunConfig
+from blocktrain.config import MAX_VOTERS, RunConfig
 from blocktrain.diffusion.edm import edm_weight
 from blocktrain.diffusion.noise import make_partition
 from blocktrain.diffusion.sampling import euler_step, expected_embedding
+from blocktrain.errors import ConfigError
 from blocktrain.model.transformer import BlockStack
 from blocktrain.training import composition, trainer
-from blocktrain.training.composition import Composer, span_state
+from blocktrain.training.composition import Composer, mean_of, span_state, vote
 from blocktrain.training.evaluate import Evaluator
 from blocktrain.training.hardware import Hardware
 from blocktrain.training.objective import SpanObjective, draw_noise, make_views, spans_of
@@ -355,6 +356,16 @@ def test_the_mean_of_the_blocks_is_that_of_their_log_probabilities(objective: di
     (alone,) = Composer(stack, mean, partition).sweep(x, z, only=1)
     (own,) = Composer(stack, config, partition).sweep(x, z, only=1)
     assert torch.allclose(F.log_softmax(alone, -1), F.log_softmax(own, -1), atol=1e-5)
+
+
+def test_the_votes_of_many_blocks_do_not_overflow():
+    surely_not = torch.tensor([[[0.0, -1e30]]])
+    votes = None
+    for _ in range(MAX_VOTERS):
+        votes = vote(votes, surely_not)
+    assert mean_of(votes, MAX_VOTERS)[0, 0].tolist() == [0.0, -64.0]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"objective\.combine: mean is for at most 255 blocks"):
+        tiny_config(objective={**CLEAN, "combine": "mean"}, model={"blocks": MAX_VOTERS + 1})
 
 
 def test_inside_a_span_nobody_votes():

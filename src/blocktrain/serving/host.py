@@ -30,7 +30,7 @@ from blocktrain.serving.line import Secrets, describe
 from blocktrain.serving.link import Expected, greet
 from blocktrain.serving.server import StageServer
 from blocktrain.serving.stage import Stage
-from blocktrain.training.checkpoint import LoadedRun, Progress, block_file, latest_checkpoint, load_run
+from blocktrain.training.checkpoint import LoadedRun, block_file, latest_checkpoint, load_run
 
 FAILED_S = 2.0  # for which a stage that could not load still says why
 log = logging.getLogger("blocktrain.stage")
@@ -52,16 +52,17 @@ def expected_of(run: Path, warn: Callable[[str], None]) -> Expected:
     config = load_config(run / "run.toml")
     checkpoint = latest_checkpoint(run, warn, names=())
     if checkpoint is None:
-        return Expected(config, config.digest, {})
-    return Expected(config, _settings_digest(checkpoint.progress, config), checkpoint.progress.files)
+        return Expected(config, _settings_digest(config, config.digest, config), {})
+    progress = checkpoint.progress
+    return Expected(config, _settings_digest(progress.run_config(), progress.config_digest, config), progress.files)
 
 
-def _settings_digest(progress: Progress, config: RunConfig) -> str:
-    """Of the settings that decide what blocks compute: those of training, and those that may be read otherwise later."""
-    trained, read = progress.run_config().objective.reading, config.objective.reading
-    if trained == read:
-        return progress.config_digest
-    return hashlib.sha256(f"{progress.config_digest} {read}".encode()).hexdigest()
+def _settings_digest(trained: RunConfig, digest: str, config: RunConfig) -> str:
+    """Of the settings that decide what blocks compute: `digest`, of those of training, and with it those that may be read otherwise later."""
+    read = config.objective.reading
+    if read == trained.objective.reading | {"combine": "last"}:  # of which the digest of training says nothing
+        return digest
+    return hashlib.sha256(f"{digest} {read}".encode()).hexdigest()
 
 
 async def serve_stage(options: StageOptions, secrets: Secrets, say: Callable[[str], None], stop: asyncio.Event) -> int:
@@ -110,7 +111,7 @@ async def _load(server: StageServer, options: StageOptions, say: Callable[[str],
             protocol=list(PROTOCOL),
             node=server.node,
             state="up",
-            config_digest=_settings_digest(run.progress, run.config),
+            config_digest=_settings_digest(run.trained_config, run.progress.config_digest, run.config),
             first=options.blocks.start,
             stop=options.blocks.stop,
             digests={name: run.progress.files[name] for name in names},

@@ -80,6 +80,7 @@ def read_out(
 
 
 VOTE_UNITS = 1 << 16  # of a nat
+LEAST_VOTE = -64.0  # nats; with it 255 blocks stay within half of what an int32 holds (MAX_VOTERS in config.py)
 
 
 def vote(votes: Tensor | None, scored: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def vote(votes: Tensor | None, scored: Tensor) -> Tensor:
 
     Whole numbers, so that the sum is the same bits in whatever order, and wherever, blocks are counted.
     """
-    mine = (torch.log_softmax(scored.float(), dim=-1).clamp(min=-1000.0) * VOTE_UNITS).round().to(torch.int32)
+    mine = (torch.log_softmax(scored.float(), dim=-1).clamp(min=LEAST_VOTE) * VOTE_UNITS).round().to(torch.int32)
     return mine if votes is None else votes + mine
 
 
