@@ -40,13 +40,15 @@ from blocktrain.training.run import StepReport, TrainingRun
 from blocktrain.training.trainer import step_flops, worker_flops
 
 PAPER = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
+VOTES = {"input": "independent", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero", "combine": "mean"}
 CLEAN = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 
 # name -> (meaning, settings over the bench preset)
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("end-to-end Transformer", {"objective": CLEAN}),
     "upstream-1": ("detached state handed on, span 1", {"objective": CLEAN}),
-    "votes": ("independent, clean, mean of the blocks", {"objective": {**CLEAN, "input": "independent", "combine": "mean"}}),
+    "votes": ("independent, clean, mean of the blocks", {"objective": VOTES}),
+    "votes-shared": ("the same, all blocks on the same batches", {"objective": VOTES, "train": {"samples": "shared"}}),
     "paper": ("paper's recipe, sigma [1, 10]", {"objective": PAPER}),
     "upstream-2": ("detached state handed on, spans of two blocks", {"objective": {**CLEAN, "span": 2}}),
     "paper-0-2": ("paper's recipe, sigma [0, 2]", {"objective": PAPER, "noise": {"sigma_min": 0.0, "sigma_max": 2.0}}),
@@ -215,7 +217,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200, help="of the reference, and with --equal bytes of every arm")
     parser.add_argument("--windows", type=int, default=256)
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--arms", default="reference,upstream-1,paper,upstream-2,paper-0-2,paper-mse")
+    parser.add_argument("--arms", default="reference,votes,upstream-1,paper")
     parser.add_argument("--set", action="append", default=[], help="of every arm, for example model.blocks=2")
     parser.add_argument("--append", type=Path, help="a Markdown file that the table is added to, with the date and the command")
     options = parser.parse_args()

@@ -41,7 +41,7 @@ class ModelConfig(Section):
     mlp: Literal["relu2", "swiglu"] = Field(default="relu2", description="feed-forward kind")
     mlp_ratio: float = Field(default=4.0, gt=0, le=64, description="feed-forward width / model width (swiglu takes 2/3 of it)")
     short_conv: int = Field(
-        default=0, ge=0, le=64, description="earlier positions that what each sub-layer reads is mixed with, channel by channel; 0 is none"
+        default=3, ge=0, le=64, description="earlier positions that what each sub-layer reads is mixed with, channel by channel; 0 is none"
     )
     noise_dim: int = Field(default=64, ge=2, le=4096, description="width of the noise-level embedding; even")
 
@@ -105,10 +105,10 @@ MAX_VOTERS = 255  # blocks whose votes can be summed in 32 bits
 
 
 class ObjectiveConfig(Section):
-    """What a block learns from, and how the blocks are composed. The default is what measures best with one block a worker."""
+    """What a block learns from, and how the blocks are composed. The default measures best with one block a worker: each reads alone, all vote."""
 
     input: Literal["independent", "upstream"] = Field(
-        default="upstream", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
+        default="independent", description="a block sees (x, z, sigma) alone, or also the detached state of the block before it"
     )
     loss: Literal["cross_entropy", "embedding_mse"] = Field(
         default="cross_entropy", description="of the denoising term: over the vocabulary, or on the target embedding"
@@ -127,8 +127,10 @@ class ObjectiveConfig(Section):
     readout: Literal["posterior", "evidence_free"] = Field(
         default="posterior", description="keep the evidence <z,e>/sigma^2 in the logits or take it out"
     )
-    combine: Literal["last", "mean"] = Field(
-        default="last", description="whose prediction is scored and served: the last block's, or the mean of all blocks' log-probabilities"
+    combine: Literal["auto", "last", "mean"] = Field(
+        default="auto",
+        description="whose prediction is scored and served: the last block's, or the mean of all blocks' log-probabilities; "
+        "auto: mean where blocks are independent and without noise, last elsewhere",
     )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(default=0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
@@ -159,9 +161,19 @@ class ObjectiveConfig(Section):
         return self.denoise_weight > 0
 
     @property
+    def alone(self) -> bool:
+        """Whether each block is a language model of its own: it reads the context and nothing else."""
+        return self.input == "independent" and not self.noisy
+
+    @property
+    def votes(self) -> bool:
+        """Whether the prediction is the mean of all blocks' log-probabilities."""
+        return self.combine == "mean" or (self.combine == "auto" and self.alone)
+
+    @property
     def parallel(self) -> bool:
         """Whether no block waits for another: each reads the context alone, and all vote."""
-        return self.input == "independent" and not self.noisy and self.combine == "mean"
+        return self.alone and self.votes
 
     @property
     def reading(self) -> dict[str, str]:
@@ -190,6 +202,11 @@ class TrainConfig(Section):
     cooldown: float = Field(default=0.5, ge=0, le=1, description="last share of the steps over which the learning rate falls linearly to 0")
     clip_norm: float = Field(default=1.0, ge=0, description="gradient norm limit of each block and of the interface; 0 is off")
     ema: float = Field(default=0.0, ge=0, lt=1, description="decay of the exponential moving average that is evaluated and served; 0 is off")
+    samples: Literal["auto", "shared", "own"] = Field(
+        default="auto",
+        description="all blocks learn from the same batches, or each block reads the text in an order of its own; "
+        "auto: own where blocks are independent and without noise, shared elsewhere",
+    )
     order: Literal["interleaved", "sequential"] = Field(
         default="interleaved",
         description="every block at each step, or one block after another with only that block's weights, gradients and moments in memory",
@@ -297,8 +314,8 @@ class RunConfig(Section):
         blocks = self.model.blocks
         if self.objective.span > blocks:
             raise ValueError(f"objective.span: {self.objective.span} is more than model.blocks {blocks}")
-        if self.objective.combine == "mean" and blocks > MAX_VOTERS:
-            raise ValueError(f"objective.combine: mean is for at most {MAX_VOTERS} blocks, model.blocks is {blocks}")
+        if self.objective.votes and blocks > MAX_VOTERS:
+            raise ValueError(f"objective.combine: mean is for at most {MAX_VOTERS} blocks, model.blocks is {blocks}; last is for any number")
         if isinstance(self.noise.partition, list) and len(self.noise.partition) != blocks + 1:
             raise ValueError(f"noise.partition: needs model.blocks + 1 = {blocks + 1} boundaries, got {len(self.noise.partition)}")
         if self.objective.window >= self.model.positions:
@@ -309,6 +326,8 @@ class RunConfig(Section):
             raise ValueError(f"round.min_span: {self.round.min_span} is more than model.blocks {blocks}")
         if self.round.max_span > 1 and self.objective.input == "independent":
             raise ValueError(f"round.max_span: {self.round.max_span} needs objective.input = 'upstream', independent blocks share no gradient")
+        if self.train.samples == "own" and self.objective.input == "upstream":
+            raise ValueError("train.samples: own needs objective.input = 'independent', a state is handed on for the samples it was made from")
         if self.train.order == "sequential":
             if self.objective.span > 1:
                 raise ValueError("train.order: sequential trains one block at a time, objective.span must be 1")
@@ -325,9 +344,17 @@ class RunConfig(Section):
         several = {"round": True, "outer": True, "limits": True}
         read = {"objective": {"combine"}, "train": {"checkpoint_every", "log_every"}}
         fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, **read, **several})
-        if not self.model.short_conv:  # runs from before it was there are the same runs
+        if not self.model.short_conv:  # runs from before these were there are the same runs
             del fields["model"]["short_conv"]
+        fields["train"]["samples"] = "own"
+        if not self.own_samples:
+            del fields["train"]["samples"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def own_samples(self) -> bool:
+        """Whether each block reads the text in an order of its own."""
+        return self.train.samples == "own" or (self.train.samples == "auto" and self.objective.alone)
 
     @property
     def tokens_per_step(self) -> int:
@@ -351,7 +378,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"steps": 1200, "batch_size": 16},
     },
     "paper": {
-        "model": {"blocks": 3, "layers_per_block": 4, "width": 256, "heads": 8, "positions": 256, "embed_dim": 256},
+        "model": {"blocks": 3, "layers_per_block": 4, "width": 256, "heads": 8, "positions": 256, "embed_dim": 256, "short_conv": 0},
         "noise": {"sigma_min": 1.0, "sigma_max": 10.0, "partition": "lognormal", "overlap": 0.05},
         "objective": {
             "input": "independent",
@@ -370,7 +397,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 def reference_config(config: RunConfig) -> RunConfig:
     """The end-to-end Transformer of the same layers, tables, optimizer, schedule and data: one span over the whole stack, no noise."""
     objective = ObjectiveConfig(input="upstream", span=config.model.blocks, denoise_weight=0.0, anchor_weight=1.0, start="zero")
-    train = config.train.model_copy(update={"order": "interleaved"})
+    train = config.train.model_copy(update={"order": "interleaved", "samples": "auto"})
     noise = config.noise if config.noise.partition != "information" else config.noise.model_copy(update={"partition": "lognormal"})
     return config.model_copy(update={"objective": objective, "train": train, "noise": noise})
 

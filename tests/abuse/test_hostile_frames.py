@@ -164,7 +164,7 @@ async def attack(address: str, others: list[bytes], frames: int, seed: int, warm
             draw.shuffle(told)
             last = unreadable(draw)
             sent, answers = await session(channel, [opened, *told, *([last] if last else []), b"\0"])
-            assert any(data[4] == Kind.ERROR for data in answers), "nothing was said"
+            assert any(data[4] == Kind.ERROR for data in answers), ("nothing was said", sent, [bytes(a[4:5]) + a[36:] for a in answers])
             count += sent
             if count > frames // 5:
                 warm()

@@ -42,13 +42,15 @@ def test_awkward_strings_survive_a_round_trip(tmp_path: Path):
         ({"noise": {"partition": [10.0, 5.0, 6.0, 1.0]}}, ["noise.partition", "fall"]),
         ({"noise": {"partition": [10.0, 1.0]}}, ["noise.partition", "4"]),
         ({"noise": {"partition": "even"}}, ["noise.partition", "even"]),
-        ({"objective": {"span": 4}}, ["objective.span", "model.blocks"]),
+        ({"objective": {"input": "upstream", "span": 4}}, ["objective.span", "model.blocks"]),
         ({"objective": {"input": "independent", "span": 2}}, ["objective.span", "upstream"]),
+        ({"objective": {"span": 2}}, ["objective.span", "objective.input"]),
+        ({"objective": {"input": "upstream"}, "train": {"samples": "own"}}, ["train.samples", "objective.input"]),
         ({"objective": {"input": "independent", "private_layers": 1}}, ["objective.private_layers"]),
         ({"objective": {"denoise_weight": 0.0, "anchor_weight": 0.0}}, ["objective.denoise_weight"]),
         ({"objective": {"denoise_weight": 0.0, "anchor_weight": 1.0, "start": "noise"}}, ["objective.start"]),
         ({"objective": {"denoise_weight": 1.0, "start": "noise", "window": 256}}, ["objective.window", "model.positions"]),
-        ({"objective": {"denoise_weight": 1.0, "start": "noise", "span": 2}, "train": {"order": "sequential"}}, ["train.order", "span"]),
+        ({"objective": {"input": "upstream", "span": 2}, "train": {"order": "sequential"}}, ["train.order", "span"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_setting(fields: dict, words: list[str]):

@@ -10,7 +10,7 @@ from blocktrain.model.layers import ShortConvolution, rotary_table, rotate
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
 
-SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8)
+SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8, short_conv=0)
 
 
 def scrambled(mlp: str = "relu2", private: int = 0) -> BlockStack:

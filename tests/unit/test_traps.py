@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from blocktrain.errors import ConfigError
 from blocktrain.model.transformer import BlockStack
 from blocktrain.training import composition, trainer
 from blocktrain.training.composition import Composer, mean_of, span_state, vote
+from blocktrain.training.data import Batches, load_corpus
 from blocktrain.training.evaluate import Evaluator
 from blocktrain.training.hardware import Hardware
-from blocktrain.training.objective import SpanObjective, draw_noise, make_views, spans_of
+from blocktrain.training.objective import SpanBatches, SpanObjective, draw_noise, make_views, spans_of
 from blocktrain.training.optim import make_optimizers, optimizer_tensors, restore_optimizers, schedule
 from blocktrain.training.trainer import BlockTrainer
 from tests.conftest import CLEAN, PAPER, tiny_config
@@ -347,7 +349,7 @@ def test_state_enters_at_its_own_noise_level():
 @pytest.mark.parametrize("objective", [{**CLEAN, "input": "independent"}, {**PAPER, "start": "zero", "readout": "evidence_free"}, CLEAN])
 def test_the_mean_of_the_blocks_is_that_of_their_log_probabilities(objective: dict):
     """Not of logits, whose level is arbitrary, nor of probabilities; after each block that of those so far."""
-    config, mean = tiny_config(objective=objective), tiny_config(objective={**objective, "combine": "mean"})
+    config, mean = (tiny_config(objective={**objective, "combine": name}) for name in ("last", "mean"))
     stack, partition, x = make_stack(config), make_partition(config.noise, 3), make_batch(config)[:, :-1]
     z = Composer(stack, config, partition).start((4, 32), 0)
     each = [F.log_softmax(logits, dim=-1) for logits in Composer(stack, config, partition).sweep(x, z)]
@@ -378,3 +380,31 @@ def test_inside_a_span_nobody_votes():
     *_, own = last.sweep(make_batch(config)[:, :-1], None)
     assert torch.allclose(third, (second.log_softmax(-1) + own.log_softmax(-1)) / 2, atol=1e-5)
     assert not torch.allclose(first.log_softmax(-1), second, atol=1e-2)
+
+
+def test_blocks_that_stand_alone_read_the_text_in_orders_of_their_own(text: Path):
+    """Each block's order is over the whole text, and a block has the gradient that a worker of its own would have."""
+    config, data = tiny_config(), load_corpus(str(text)).train
+    batches, spans = SpanBatches(data, config), spans_of(3, 1)
+    together, batch = make_stack(config), batches.batch(spans, 0)
+    assert batch.shape == (3, 4, 33)
+    assert len({part.numpy().tobytes() for part in batch}) == 3
+    epoch = Batches(data, 4, 32, 0).windows_per_epoch
+    assert {part.windows_per_epoch for part in batches._batches} == {epoch}
+    assert torch.equal(batch[0], torch.from_numpy(Batches(data, 4, 32, 0).batch(0))), "the first block's order is that of a run that shares it"
+    trainer = BlockTrainer(together, config, make_partition(config.noise, 3), spans, CPU)
+    trainer.gradients(batch, 0)
+    head = torch.zeros_like(together.interface.tokens.weight)
+    for b, span in enumerate(spans):
+        alone = make_stack(config)
+        BlockTrainer(alone, config, make_partition(config.noise, 3), [span], CPU).gradients(batches.batch([span], 0), 0)
+        got, expected = (s.block(b).layers[0].attention.query.weight.grad for s in (together, alone))
+        assert torch.allclose(got, expected, atol=1e-7)
+        head += alone.interface.tokens.weight.grad / 3
+    assert torch.allclose(together.interface.tokens.weight.grad, head, atol=1e-7)
+
+
+@pytest.mark.parametrize("objective", [CLEAN, PAPER])
+def test_other_blocks_share_their_batches(objective: dict, text: Path):
+    batch = SpanBatches(load_corpus(str(text)).train, tiny_config(objective=objective)).batch(spans_of(3, 1), 5)
+    assert batch.shape == (4, 33)

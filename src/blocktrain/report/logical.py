@@ -58,6 +58,7 @@ def choose_shape(parameters: float, hosts: int) -> ModelConfig:
         width=width,
         heads=width // HEAD,
         positions=POSITIONS,
+        short_conv=0,
         embed_dim=128,
         noise_dim=NOISE_DIM,
     )
@@ -67,7 +68,7 @@ def logical_config(parameters: float, hosts: int, dtype: str, window: int) -> Ru
     """Settings of a run of that shape which can sweep `window` + 1 bytes a traversal. Raises ConfigError."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype: must be one of {', '.join(DTYPES)}, got {dtype}")
-    objective = {"denoise_weight": 1.0, "anchor_weight": 1.0, "start": "zero", "window": window}
+    objective = {"input": "upstream", "denoise_weight": 1.0, "anchor_weight": 1.0, "start": "zero", "window": window}
     model = choose_shape(parameters, hosts).model_dump()
     return make_config({"model": model, "objective": objective, "train": {"precision": dtype}}, "--logical-params")
 

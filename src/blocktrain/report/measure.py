@@ -118,7 +118,15 @@ def _highest() -> int:
 def tiny(config: RunConfig) -> RunConfig:
     """The same run with a model that is nothing beside the real one, and no less than every kernel of it."""
     model = ModelConfig(
-        blocks=config.model.blocks, layers_per_block=1, width=32, heads=2, positions=16, embed_dim=16, noise_dim=8, mlp=config.model.mlp
+        blocks=config.model.blocks,
+        layers_per_block=1,
+        width=32,
+        heads=2,
+        positions=16,
+        embed_dim=16,
+        noise_dim=8,
+        mlp=config.model.mlp,
+        short_conv=config.model.short_conv,
     )
     objective = config.objective.model_copy(update={"window": min(config.objective.window, 4)})
     return config.model_copy(update={"model": model, "objective": objective, "train": config.train.model_copy(update={"batch_size": 2})})

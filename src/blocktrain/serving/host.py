@@ -59,8 +59,8 @@ def expected_of(run: Path, warn: Callable[[str], None]) -> Expected:
 
 def _settings_digest(trained: RunConfig, digest: str, config: RunConfig) -> str:
     """Of the settings that decide what blocks compute: `digest`, of those of training, and with it those that may be read otherwise later."""
-    read = config.objective.reading
-    if read == trained.objective.reading | {"combine": "last"}:  # of which the digest of training says nothing
+    read, then = (each.objective.reading | {"combine": "mean" if each.objective.votes else "last"} for each in (config, trained))
+    if read == then | {"combine": "last"}:  # of which the digest of training says nothing
         return digest
     return hashlib.sha256(f"{digest} {read}".encode()).hexdigest()
 

@@ -37,9 +37,10 @@ from blocktrain.swarm.aggregate import moved
 from blocktrain.swarm.parts import INTERFACE, Layout, layout_of
 from blocktrain.swarm.protocol import Metrics, PartFiles, RunInfo, Work
 from blocktrain.swarm.worker import Link, Told, Trained
-from blocktrain.training.data import Batches, load_corpus
+from blocktrain.training.data import load_corpus
 from blocktrain.training.download import map_bytes, sha256_of
 from blocktrain.training.hardware import choose_hardware
+from blocktrain.training.objective import SpanBatches
 from blocktrain.training.trainer import BlockTrainer
 
 LOCAL_CORPORA = ("wiki", "python")  # those that a machine may have without a download
@@ -71,7 +72,7 @@ class TrainingEngine:
         self.report, self.say = report, say
         self.config: RunConfig
         self.layout: Layout
-        self.batches: Batches
+        self.batches: SpanBatches
         self._sound: set[tuple[str, int, int, int]] = set()  # files whose digest was right
         self._stack: tuple[tuple[int, ...], BlockStack] | None = None
 
@@ -89,7 +90,7 @@ class TrainingEngine:
 
     async def prepare(self, info: RunInfo, link: Link) -> None:
         data = await self._text(info, link)
-        self.batches = Batches(data, self.config.train.batch_size, self.config.model.positions, self.config.seed)
+        self.batches = SpanBatches(data, self.config)
 
     async def _text(self, info: RunInfo, link: Link):
         """The training text: this machine's own copy if it is the same, else the coordinator's."""
@@ -212,8 +213,7 @@ class TrainingEngine:
             at = time.monotonic()
             if stopped() or at + slowest > end:
                 break
-            batch = torch.from_numpy(self.batches.batch(step))
-            figures = trainer.step(batch, step, work.schedule_step + index)
+            figures = trainer.step(self.batches.batch([span], step), step, work.schedule_step + index)
             slowest = max(slowest, time.monotonic() - at)
             ce, done = ce + figures.ce[0], index + 1
             crash.point("worker.in_training")

@@ -177,7 +177,7 @@ class Composer:
     @property
     def voters(self) -> list[int]:
         """The blocks of whose log-probabilities the prediction is the mean; none where it is the last block's alone."""
-        return self.readable if self.config.objective.combine == "mean" else []
+        return self.readable if self.config.objective.votes else []
 
     def scored(self, block: int, output: BlockOutput, z: Tensor | None) -> Tensor:
         """The logits (N, T, V) that are scored and sampled: the block's own, or without what z says of the target."""

@@ -331,20 +331,20 @@ def _fingerprint(facts: list[Any]) -> str:
 
 
 class Batches:
-    """Batches of windows for one shard, each a pure function of (seed, shard, step).
+    """Batches of windows for one shard, each a pure function of (seed, order, shard, step).
 
     An epoch has a phase in [0, T) and cuts the corpus into windows of T + 1 bytes, one every T bytes from the phase on: every
     byte in reach is predicted once. The windows are permuted, shard s takes entries s, s + num_shards, … of the permuted list,
     and epochs follow one another without a gap, so that a corpus of fewer windows than a batch repeats inside a batch.
-    The permutation costs 8 bytes a window, 8/T of the corpus.
+    Another `order` (from 0) has phases and permutations of its own over the same text. A permutation costs 8 bytes a window, 8/T of the corpus.
     """
 
-    def __init__(self, data: np.ndarray, batch_size: int, positions: int, seed: int, shard: int = 0, num_shards: int = 1) -> None:
-        assert min(batch_size, positions) > 0
+    def __init__(self, data: np.ndarray, batch_size: int, positions: int, seed: int, shard: int = 0, num_shards: int = 1, order: int = 0) -> None:
+        assert min(batch_size, positions, order + 1) > 0
         assert 0 <= shard < num_shards
         _require_one_sequence(data, positions)
         self.data, self.batch_size, self.positions = data, batch_size, positions
-        self.seed, self.shard, self.num_shards = seed, shard, num_shards
+        self.seed, self.shard, self.num_shards, self.order = seed, shard, num_shards, order
         self._num_windows = max(1, (len(data) - positions) // positions)  # fits at every phase
         self._num_phases = min(positions, len(data) - self._num_windows * positions)
         self.windows_per_epoch = self._num_windows // num_shards
@@ -375,7 +375,7 @@ class Batches:
     def _epoch_starts(self, epoch: int) -> np.ndarray:
         """Offsets of this shard's windows in the order of the epoch: (windows_per_epoch,); the last answer is kept."""
         if self._cached[0] != epoch:
-            bits = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
+            bits = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch, self.order) if self.order else (epoch,)))
             phase = int(bits.random_raw()) % self._num_phases
             order = np.argsort(bits.random_raw(self._num_windows), kind="stable")  # a permutation
             mine = order[self.shard :: self.num_shards][: self.windows_per_epoch]

@@ -14,8 +14,10 @@ more evidence than a sweep ever has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +28,7 @@ from blocktrain.diffusion.noise import SIGMA_FLOOR, Partition
 from blocktrain.model.transformer import MASK_ID, BlockStack
 from blocktrain.seeding import generator
 from blocktrain.training.composition import enter, read_out, span_state
+from blocktrain.training.data import Batches
 
 Span = tuple[int, int]  # first block, one past the last block
 
@@ -33,6 +36,25 @@ Span = tuple[int, int]  # first block, one past the last block
 def spans_of(blocks: int, width: int) -> list[Span]:
     """Every run of `width` consecutive blocks; none is shorter."""
     return [(first, first + width) for first in range(blocks - width + 1)]
+
+
+class SpanBatches:
+    """What each span of a run learns from at each step.
+
+    The same batch for all; or, where blocks have samples of their own, each block's from an order of its own over the same text, so that blocks
+    which vote differ in more than their first weights, and the interface that they share has a gradient of as many batches.
+    """
+
+    def __init__(self, data: np.ndarray, config: RunConfig) -> None:
+        """Raises DataError where the text is too short for one batch."""
+        orders = config.model.blocks if config.own_samples else 1
+        self._batches = [Batches(data, config.train.batch_size, config.model.positions, config.seed, order=order) for order in range(orders)]
+
+    def batch(self, spans: Sequence[Span], step: int) -> Tensor:
+        """Batch `step` (from 0), byte ids (N, T + 1), or (spans, N, T + 1) where blocks have their own. Raises DataError if the text has changed."""
+        if len(self._batches) == 1:
+            return torch.from_numpy(self._batches[0].batch(step))
+        return torch.from_numpy(np.stack([self._batches[first].batch(step) for first, _ in spans]))
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from blocktrain.training.checkpoint import (
     save_checkpoint,
     settings_changed,
 )
-from blocktrain.training.data import Batches, Corpus
+from blocktrain.training.data import Corpus
 from blocktrain.training.hardware import Hardware, choose_hardware
-from blocktrain.training.objective import Span, spans_of
+from blocktrain.training.objective import Span, SpanBatches, spans_of
 from blocktrain.training.optim import optimizer_tensors, restore_optimizers
 from blocktrain.training.trainer import BlockTrainer, StepFigures, step_flops
 
@@ -104,7 +104,7 @@ class TrainingRun:
         self.report, self.say, self.stopped = report, say, stopped
         self.hardware: Hardware = choose_hardware(config.train)
         self.phases = plan(config)
-        self.batches = Batches(corpus.train, config.train.batch_size, config.model.positions, config.seed)
+        self.batches = SpanBatches(corpus.train, config)
         _require_heldout(corpus, config)
         self.saved: Checkpoint | None = None  # the newest checkpoint
         self.fitted: list[float] | None = None
@@ -179,7 +179,7 @@ class TrainingRun:
                 self._save(index, step, trainer, average)
                 return False
             began = time.monotonic()
-            figures = trainer.step(torch.from_numpy(self.batches.batch(step)), step)
+            figures = trainer.step(self.batches.batch(phase.spans, step), step)
             average.update(step)
             self._fit_partition(trainer, step + 1)
             took = time.monotonic() - began

@@ -73,7 +73,9 @@ class BlockTrainer:
         return [*(self.stack.block(b) for b in self.trained), *([self.stack.interface] if self.train_interface else [])]
 
     def step(self, batch: Tensor, step: int, schedule_step: int | None = None) -> StepFigures:
-        """One optimizer step on a batch (N, T + 1) of byte ids; `step` (from 0) folds into every draw and sets the learning rate.
+        """One optimizer step on a batch of byte ids, (N, T + 1) for all spans or (spans, N, T + 1), one for each.
+
+        `step` (from 0) folds into every draw and sets the learning rate.
 
         Where many workers share a block's steps, `schedule_step` is where the block's learning rate stands.
 
@@ -95,13 +97,11 @@ class BlockTrainer:
 
     def gradients(self, batch: Tensor, step: int) -> StepFigures:
         """Leave the gradient of every span's loss in the parameters; a block's is the mean over the spans that hold it."""
-        ids = batch.to(self.hardware.device, torch.long)
-        x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         figures = StepFigures()
-        views = make_views(self.config, self.partition, x, y, fold(self.config.seed, "step", step))
-        objective = SpanObjective(self.stack, self.config, views)
         losses: list[SpanLoss] = []
-        for span in self.spans:
+        shared = self._objective(batch, step) if batch.ndim == 2 else None
+        for index, span in enumerate(self.spans):
+            objective = shared or self._objective(batch[index], step)
             with self.hardware.autocast():
                 result = objective.loss(span)
             result.loss.backward()
@@ -113,6 +113,12 @@ class BlockTrainer:
             figures.anchor_ce.append(None if result.anchor_ce is None else float(result.anchor_ce))
             self._log_sigma(result)
         return figures
+
+    def _objective(self, batch: Tensor, step: int) -> SpanObjective:
+        ids = batch.to(self.hardware.device, torch.long)
+        x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        views = make_views(self.config, self.partition, x, y, fold(self.config.seed, "step", step))
+        return SpanObjective(self.stack, self.config, views)
 
     def _average(self) -> None:
         for b in self.trained:

@@ -1,7 +1,7 @@
 """How large everything is: `smoke` to see that it runs, `bench` for hours of CPU, `paper` for a GPU.
 
-The two recipes that are compared stand here too: the paper's, and our default. At `paper` the paper's recipe keeps the optimizer of its preset, so
-its reference is another than that of our default; at the other scales both have one optimizer and one reference.
+The two recipes that are compared stand here too: the paper's, and our default. At `paper` the paper's recipe keeps the optimizer of its preset and
+layers without taps, so its reference is another than that of our default; at the other scales both have one optimizer, one layer and one reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blocktrain.errors import ConfigError
 Fields = dict[str, Any]
 
 PAPER: Fields = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
-DEFAULT: Fields = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
+DEFAULT: Fields = {"input": "independent", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero", "combine": "mean"}
 WINDOW: Fields = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "weighting": "none", "start": "zero"}  # that a sweep can write with
 
 # The shape of the runs of many workers on one machine's cores: three small blocks, and rates that suit two replicas (docs/experiments.md).
@@ -51,7 +51,7 @@ class ServingScale:
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of every experiment. `fields` are settings of a run over the defaults; `recipe` is what the paper's recipe adds to its objective."""
+    """Sizes of every experiment. `fields` are settings of a run over the defaults; `recipe` is what the paper's recipe adds."""
 
     name: str
     warning: str  # said wherever figures are shown
@@ -64,16 +64,17 @@ class Scale:
     def run_fields(self, objective: Fields, seed: int) -> Fields:
         """Settings of a run of this scale with an objective."""
         own = merge_fields(self.fields, {"seed": seed, "objective": objective})
-        return merge_fields(own, self.recipe) if objective.get("input") == "independent" else own
+        return merge_fields(own, self.recipe) if objective["input"] == "independent" and objective["denoise_weight"] else own
 
 
 def _paper_fields() -> tuple[Fields, Fields]:
-    """(what every run of the paper's scale has, what only the paper's recipe has): preset `paper`, its optimizer apart."""
+    """(what every run of the paper's scale has, what only the paper's recipe has): preset `paper`, its optimizer and layer apart."""
     preset = preset_fields("paper")
     own = ("optimizer", "lr", "weight_decay")
     train = {key: value for key, value in preset["train"].items() if key not in own}
-    fields = {"model": preset["model"], "noise": preset["noise"], "train": train, "evaluate": {"windows": 256}}
-    return fields, {"train": {key: preset["train"][key] for key in own}}
+    model = {key: value for key, value in preset["model"].items() if key != "short_conv"}
+    fields = {"model": model, "noise": preset["noise"], "train": train, "evaluate": {"windows": 256}}
+    return fields, {"model": {"short_conv": 0}, "train": {key: preset["train"][key] for key in own}}
 
 
 def _scales() -> dict[str, Scale]:
