@@ -199,15 +199,30 @@ def composition(runs: Sequence[RunFigures]) -> Section:
                 series.append(Series(_name(runs, run, name), [], [told[key]], r if len(runs) > 1 else i + 1, i + 1, "level"))
                 rows.append([run.label, name, number(told[key])])
         rows += [[run.label, name, number(told[key])] for key, name in (("composition_gain", "composition gain"), ("gap", "gap to the reference"))]
-    plot = Plot("Held-out cross entropy after each block of the sweep.", "blocks passed", CE, _one_level_each(series), whole_x=True)
+    shown, cut = _near_the_best(series)
+    plot = Plot("Held-out cross entropy after each block of the sweep.", "blocks passed", CE, _one_level_each(series), whole_x=True, y_range=shown)
     figure = Figure("Rollout CE after every block", plot, Table(("run", "figure", CE), rows, words=2))
     return Section(
         "Does depth compose?",
         "Held-out cross entropy after each block of the sweep; the answer is never seen. Where a line falls, further blocks help; "
-        "where it rises, they harm.",
+        "where it rises, they harm. Where blocks vote, it is the mean of the votes so far." + cut,
         _figures(figure),
         _missing(runs, [run.evaluation for run in runs]),
     )
+
+
+REACH = 1.5  # nats above the lowest point that a plot of composition shows at most: an arm that diverges would flatten all others
+
+
+def _near_the_best(series: Sequence[Series]) -> tuple[tuple[float, float] | None, str]:
+    """(range of y, what is to be said of it); no range where all points are near each other."""
+    values = [y for one in series for y in one.y if math.isfinite(y)]
+    if not values or max(values) <= min(values) + REACH:
+        return None, ""
+    low = min(values)
+    beyond = sum(y > low + REACH for y in values)
+    said = f" {beyond} point{'s' * (beyond > 1)} more than {REACH:g} nats above the lowest lie{'s' * (beyond == 1)} outside the drawing; the table has them."
+    return (low - 0.08 * REACH, low + REACH), said
 
 
 def _one_level_each(series: Sequence[Series]) -> list[Series]:
