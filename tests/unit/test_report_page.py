@@ -269,6 +269,6 @@ def test_an_arm_that_diverges_does_not_flatten_the_others():
     """Its points are in the table, and the page says how many are not drawn."""
     wild = run_of("wild", evaluation={**EVALUATION, "rollout_ce": [1.6, 9.25, 11.96]})
     said = Text(page_of(run_of(), wild))
-    assert "2 points more than 1.5 nats above the lowest lie outside the drawing" in said.words
+    assert "2 points more than 1.5 nats above the lowest: outside the drawing" in said.words
     assert "11.96" in said.words
     assert "outside the drawing" not in Text(page_of(run_of())).words

@@ -221,8 +221,8 @@ def _near_the_best(series: Sequence[Series]) -> tuple[tuple[float, float] | None
         return None, ""
     low = min(values)
     beyond = sum(y > low + REACH for y in values)
-    said = f" {beyond} point{'s' * (beyond > 1)} more than {REACH:g} nats above the lowest lie{'s' * (beyond == 1)} outside the drawing; the table has them."
-    return (low - 0.08 * REACH, low + REACH), said
+    points = "1 point" if beyond == 1 else f"{beyond} points"
+    return (low - 0.08 * REACH, low + REACH), f" {points} more than {REACH:g} nats above the lowest: outside the drawing, in the table."
 
 
 def _one_level_each(series: Sequence[Series]) -> list[Series]:
