@@ -93,7 +93,8 @@ def arm_config(name: str, seed: int, options: argparse.Namespace) -> RunConfig:
     fields = merge_fields(preset_fields("bench"), SIZES[options.size])
     for text in options.set:
         fields = merge_fields(fields, parse_assignment(text))
-    common = {"seed": seed, "train": {"steps": options.steps, "checkpoint_every": 200}, "evaluate": {"windows": options.windows}}
+    data = {"corpus": options.train, "heldout": options.heldout}
+    common = {"seed": seed, "data": data, "train": {"steps": options.steps, "checkpoint_every": 200}, "evaluate": {"windows": options.windows}}
     config = make_config(merge_fields(merge_fields(fields, arm_fields(name)[1]), common), name)
     if name in REFERENCES or options.equal == "bytes":
         return reference_config(config) if name in REFERENCES else config
