@@ -65,7 +65,8 @@ def _evaluation_table(result: Any, loaded: Any) -> Table:
         table.add_row(
             "1 oracle CE", " ".join(map(_number, result.oracle_ce)), "per block, state made from the true target: a diagnostic, not a score"
         )
-    table.add_row("2 rollout CE", " ".join(map(_number, result.rollout_ce)), "after each block of the sweep, target never seen")
+    so_far = "mean of the votes so far" if loaded.config.objective.votes else "after each block of the sweep"
+    table.add_row("2 rollout CE", " ".join(map(_number, result.rollout_ce)), f"{so_far}, target never seen")
     perplexity, bits = f"{result.to_json()['perplexity']:.3f}", f"{result.to_json()['bits_per_byte']:.3f}"
     table.add_row(
         "3 headline CE", _number(result.headline_ce), f"the model's score, as served; perplexity {perplexity}, {bits} bits per byte", style="bold"
