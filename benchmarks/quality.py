@@ -32,6 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads; see b
 
 from blocktrain.config import RunConfig, make_config, merge_fields, parse_assignment, preset_fields, read_toml, reference_config
 from blocktrain.errors import BlockTrainError
+from blocktrain.report.experiments.scale import DEFAULT as VOTES
+from blocktrain.report.experiments.scale import PAPER
 from blocktrain.training.checkpoint import load_run
 from blocktrain.training.data import Corpus, load_corpus
 from blocktrain.training.evaluate import Evaluation, evaluate
@@ -39,8 +41,6 @@ from blocktrain.training.objective import spans_of
 from blocktrain.training.run import StepReport, TrainingRun
 from blocktrain.training.trainer import step_flops, worker_flops
 
-PAPER = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
-VOTES = {"input": "independent", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero", "combine": "mean"}
 CLEAN = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 
 # name -> (meaning, settings over the bench preset)

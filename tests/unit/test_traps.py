@@ -394,14 +394,14 @@ def test_blocks_that_stand_alone_read_the_text_in_orders_of_their_own(text: Path
     assert torch.equal(batch[0], torch.from_numpy(Batches(data, 4, 32, 0).batch(0))), "the first block's order is that of a run that shares it"
     trainer = BlockTrainer(together, config, make_partition(config.noise, 3), spans, CPU)
     trainer.gradients(batch, 0)
-    head = torch.zeros_like(together.interface.tokens.weight)
+    tokens = torch.zeros_like(together.interface.tokens.weight)
     for b, span in enumerate(spans):
         alone = make_stack(config)
         BlockTrainer(alone, config, make_partition(config.noise, 3), [span], CPU).gradients(batches.batch([span], 0), 0)
         got, expected = (s.block(b).layers[0].attention.query.weight.grad for s in (together, alone))
         assert torch.allclose(got, expected, atol=1e-7)
-        head += alone.interface.tokens.weight.grad / 3
-    assert torch.allclose(together.interface.tokens.weight.grad, head, atol=1e-7)
+        tokens += alone.interface.tokens.weight.grad / 3
+    assert torch.allclose(together.interface.tokens.weight.grad, tokens, atol=1e-7)
 
 
 @pytest.mark.parametrize("objective", [CLEAN, PAPER])
