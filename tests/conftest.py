@@ -21,6 +21,7 @@ TINY: dict[str, Any] = {
     "evaluate": {"windows": 8, "noise_draws": 8, "sigma_bins": 4},
 }
 PAPER = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
+VOTES = {"input": "independent", "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 CLEAN = {"input": "upstream", "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 
 

@@ -471,10 +471,23 @@ def parse_assignment(text: str) -> dict[str, Any]:
     return {path[0]: parsed} if len(path) == 1 else {path[0]: {path[1]: parsed}}
 
 
+# What runs did before these could be set. Files that runs write hold every setting, so one in which only these are missing is older than they are.
+ADDED: dict[str, dict[str, Any]] = {"model": {"short_conv": 0}, "train": {"samples": "shared"}}
+
+
+def with_added_settings(fields: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run from before some of them were there, said in full; those that a person wrote (fewer) are left as they are."""
+    for section, added in ADDED.items():
+        table = fields.get(section)
+        if isinstance(table, dict) and table.keys() >= getattr(RunConfig(), section).model_dump().keys() - added.keys():
+            fields = {**fields, section: {**added, **table}}
+    return fields
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The nested settings of a run file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return with_added_settings(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from blocktrain.config import RunConfig
+from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import CheckpointError, DataError, DivergedError
 from blocktrain.training.checkpoint import load_run
 from blocktrain.training.data import load_corpus
 from blocktrain.training.evaluate import evaluate
 from blocktrain.training.run import StepReport, TrainingRun
-from tests.conftest import CLEAN, PAPER, tiny_config
+from tests.conftest import CLEAN, PAPER, VOTES, tiny_config
 
 
 def ignore(_: object) -> None:
@@ -38,6 +38,8 @@ def train(folder: Path, config: RunConfig, text: Path, stop_after: int | None = 
 
 KINDS: dict[str, dict[str, Any]] = {
     "clean": {"objective": CLEAN},
+    "votes": {"objective": VOTES},
+    "votes sequential": {"objective": VOTES, "train": {"order": "sequential"}},
     "spans": {"objective": {**CLEAN, "span": 2}},
     "paper": {"objective": PAPER},
     "adamw": {"objective": PAPER, "train": {"optimizer": "adamw"}},
@@ -238,6 +240,23 @@ def test_how_a_run_is_read_comes_from_run_toml_as_it_is_now(text: Path, tmp_path
     run = load_run(tmp_path / "run", ignore)
     assert (run.config.objective.start, run.config.evaluate.windows) == ("zero", 5)
     assert run.config.train.lr == run.trained_config.train.lr == 0.01  # what was trained stays what it was
+
+
+def test_a_run_from_before_a_setting_is_read_and_gone_on_with_as_it_was(text: Path, tmp_path: Path):
+    config = tiny_config(objective=CLEAN, model={"short_conv": 0}, train={"samples": "shared"})
+    run = tmp_path / "run"
+    train(run, config, text, stop_after=7)
+    path = run / "run.toml"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith(("short_conv", "samples"))))
+    for progress in run.glob("checkpoints/*/progress.json"):
+        fields = json.loads(progress.read_text())
+        settings = json.loads(fields["config"])
+        del settings["model"]["short_conv"], settings["train"]["samples"]
+        progress.write_text(json.dumps({**fields, "config": json.dumps(settings)}))
+    said: list[str] = []
+    assert load_run(run, said.append).trained_config == load_config(path) == config
+    assert said == []
+    assert train(run, load_config(path), text)
 
 
 def test_a_reference_of_another_length_gives_no_gap(text: Path, tmp_path: Path):

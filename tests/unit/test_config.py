@@ -24,6 +24,16 @@ def test_awkward_strings_survive_a_round_trip(tmp_path: Path):
     assert load_config(tmp_path / "run.toml") == config
 
 
+def test_a_run_from_before_a_setting_is_read_with_what_it_did_then(tmp_path: Path):
+    config = make_config({"model": {"short_conv": 0}, "train": {"samples": "shared"}})
+    lines = to_toml(config).splitlines(keepends=True)
+    (tmp_path / "run.toml").write_text("".join(line for line in lines if not line.startswith(("short_conv", "samples"))))
+    assert "short_conv" not in (tmp_path / "run.toml").read_text()
+    assert load_config(tmp_path / "run.toml") == config
+    (tmp_path / "mine.toml").write_text("[model]\nblocks = 2\n")  # what a person leaves out has today's default
+    assert load_config(tmp_path / "mine.toml").model.short_conv == RunConfig().model.short_conv > 0
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

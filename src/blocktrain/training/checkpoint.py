@@ -13,6 +13,7 @@ before is used, and said so.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -22,9 +23,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from blocktrain.config import RunConfig, load_config, make_config
+from blocktrain.config import RunConfig, load_config, make_config, with_added_settings
 from blocktrain.diffusion.noise import Partition, make_partition
-from blocktrain.errors import CheckpointError
+from blocktrain.errors import CheckpointError, ConfigError
 from blocktrain.model.transformer import BlockStack
 from blocktrain.serialization import file_sha256, load_tensors, save_tensors, sync_folder, tensor_digest, write_bytes
 
@@ -53,11 +54,9 @@ class Progress(BaseModel):
     def run_config(self) -> RunConfig:
         """The settings it was trained with; raises CheckpointError where this version does not know them."""
         try:
-            return RunConfig.model_validate_json(self.config)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"checkpoint of update {self.updates}: its setting {place} is not one of this version ({first['msg']})") from None
+            return make_config(with_added_settings(json.loads(self.config)), f"checkpoint of update {self.updates}")
+        except (ConfigError, ValueError) as error:
+            raise CheckpointError(f"{error}; it was written by another version") from None
 
 
 def block_file(block: int) -> str:
