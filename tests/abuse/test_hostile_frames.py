@@ -129,19 +129,26 @@ def unreadable(draw: random.Random) -> bytes:
     )
 
 
-async def session(channel: Any, sent: list[bytes]) -> tuple[int, list[bytes]]:
-    """One session: how much was sent until it ended, and what came back."""
+async def session(channel: Any, sent: list[bytes], last: list[bytes]) -> tuple[int, list[bytes]]:
+    """One session: how much was sent until it ended, and what came back. `last`, which ends it, goes out after a first refusal was read:
+    what is on its way to a client when a call ends may be lost to it."""
     import grpc
 
-    call, count, answers = channel.stream_stream("/blocktrain.Stage/Session")(), 0, list[bytes]()
+    call, count, answers, refusal = channel.stream_stream("/blocktrain.Stage/Session")(), 0, list[bytes](), asyncio.Event()
 
     async def read() -> None:
         while isinstance(data := await call.read(), bytes):
             answers.append(data)
+            if data[4] == Kind.ERROR:
+                refusal.set()
 
     reading = asyncio.create_task(read())
     try:
         for data in sent:
+            await call.write(data)
+            count += 1
+        await asyncio.wait_for(refusal.wait(), 60)
+        for data in last:
             await call.write(data)
             count += 1
     except (grpc.RpcError, asyncio.InvalidStateError):
@@ -163,7 +170,7 @@ async def attack(address: str, others: list[bytes], frames: int, seed: int, warm
             told = [data.replace(MINE, MINE[:-1] + bytes([seed])) for data in refused(draw, others)]
             draw.shuffle(told)
             last = unreadable(draw)
-            sent, answers = await session(channel, [opened, *told, *([last] if last else []), b"\0"])
+            sent, answers = await session(channel, [opened, *told], [*([last] if last else []), b"\0"])
             assert any(data[4] == Kind.ERROR for data in answers), ("nothing was said", sent, [bytes(a[4:5]) + a[36:] for a in answers])
             count += sent
             if count > frames // 5:
