@@ -35,7 +35,8 @@ class ModelConfig(Section):
     blocks: int = Field(default=3, ge=1, le=4096, description="number of blocks B the stack is cut into")
     layers_per_block: int = Field(default=2, ge=1, le=4096, description="transformer layers in one block (L = B x this)")
     width: int = Field(default=128, ge=8, le=65536, description="model width D")
-    heads: int = Field(default=4, ge=1, le=1024, description="attention heads; width / heads must be even (rotary)")
+    heads: int = Field(default=4, ge=1, le=1024, description="attention heads")
+    head_dim: int = Field(default=0, ge=0, le=65536, description="channels of a head, even (rotary); 0 is width / heads")
     positions: int = Field(default=256, ge=2, le=1 << 20, description="sequence length T in bytes")
     embed_dim: int = Field(default=128, ge=2, le=65536, description="width E of the target embedding")
     mlp: Literal["relu2", "swiglu"] = Field(default="relu2", description="feed-forward kind")
@@ -47,8 +48,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(f"model.heads: width {self.width} / heads {self.heads} must be a whole, even number")
+        if not self.head_dim and (self.width % self.heads or (self.width // self.heads) % 2):
+            raise ValueError(f"model.heads: width {self.width} / heads {self.heads} must be a whole, even number, or model.head_dim be set")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim: must be even, got {self.head_dim}")
         if self.noise_dim % 2:
             raise ValueError(f"model.noise_dim: must be even, got {self.noise_dim}")
         return self
@@ -56,6 +59,21 @@ class ModelConfig(Section):
     @property
     def layers(self) -> int:
         return self.blocks * self.layers_per_block
+
+    @property
+    def head_width(self) -> int:
+        """Channels K of a head."""
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads, H K: the inner width of attention."""
+        return self.heads * self.head_width
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights in the matrices of one layer."""
+        return 4 * self.width * self.attention_width + (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_hidden
 
     @property
     def mlp_hidden(self) -> int:
@@ -344,8 +362,9 @@ class RunConfig(Section):
         several = {"round": True, "outer": True, "limits": True}
         read = {"objective": {"combine"}, "train": {"checkpoint_every", "log_every"}}
         fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, **read, **several})
-        if not self.model.short_conv:  # runs from before these were there are the same runs
-            del fields["model"]["short_conv"]
+        for name in ("short_conv", "head_dim"):  # runs from before these were there are the same runs
+            if not fields["model"][name]:
+                del fields["model"][name]
         fields["train"]["samples"] = "own"
         if not self.own_samples:
             del fields["train"]["samples"]
@@ -472,7 +491,7 @@ def parse_assignment(text: str) -> dict[str, Any]:
 
 
 # What runs did before these could be set. Files that runs write hold every setting, so one in which only these are missing is older than they are.
-ADDED: dict[str, dict[str, Any]] = {"model": {"short_conv": 0}, "train": {"samples": "shared"}}
+ADDED: dict[str, dict[str, Any]] = {"model": {"short_conv": 0, "head_dim": 0}, "train": {"samples": "shared"}}
 
 
 def with_added_settings(fields: dict[str, Any]) -> dict[str, Any]:

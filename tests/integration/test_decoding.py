@@ -65,10 +65,10 @@ def logits_of(chain: Chain, text: list[int], cuts: list[int], settings: Settings
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize("short_conv", [0, 3])
+@pytest.mark.parametrize("model", [{"short_conv": 0}, {"short_conv": 3}, {"heads": 1, "head_dim": 10}])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_served_logits_are_those_of_evaluation_and_do_not_depend_on_the_pieces(objective: dict[str, Any], short_conv: int):
-    run = made_run(objective, model={"short_conv": short_conv})
+def test_served_logits_are_those_of_evaluation_and_do_not_depend_on_the_pieces(objective: dict[str, Any], model: dict[str, Any]):
+    run = made_run(objective, model=model)
     text = list(b"the quick brown fox jumps over")
     composer = Composer(run.stack, run.config, run.partition)
     with torch.no_grad():

@@ -41,6 +41,7 @@ def test_a_run_from_before_a_setting_is_read_with_what_it_did_then(tmp_path: Pat
         ({"model": {"blokcs": 3}}, ["model.blokcs", "did you mean blocks"]),
         ({"modle": {}}, ["modle", "did you mean model"]),
         ({"model": {"width": 130, "heads": 4}}, ["model.heads", "130"]),
+        ({"model": {"heads": 3, "head_dim": 9}}, ["model.head_dim", "9"]),
         ({"model": {"blocks": 0}}, ["model.blocks", "0"]),
         ({"train": {"lr": float("nan")}}, ["train.lr"]),
         ({"train": {"lr": -1.0}}, ["train.lr", "-1"]),

@@ -84,7 +84,15 @@ def test_the_activation_formula_is_what_autograd_keeps(name: str, mlp: str, prec
 
 
 @pytest.mark.parametrize(
-    "shape", [{"width": 96, "heads": 6}, {"positions": 96}, {"layers_per_block": 5}, {"embed_dim": 96, "mlp_ratio": 2.0}, {"short_conv": 3}]
+    "shape",
+    [
+        {"width": 96, "heads": 6},
+        {"positions": 96},
+        {"layers_per_block": 5},
+        {"embed_dim": 96, "mlp_ratio": 2.0},
+        {"short_conv": 3},
+        {"heads": 3, "head_dim": 10},
+    ],
 )
 def test_the_activation_formula_holds_at_other_shapes(shape: dict[str, Any]) -> None:
     config = small_config(OBJECTIVES["independent"], batch=5, **shape)

@@ -1,6 +1,6 @@
 """One causal transformer layer.
 
-N batch, T positions, D width, H heads, K = D / H, C noise-level embedding width.
+N batch, T positions, D width, H heads of K channels, C noise-level embedding width.
 
 Notable: RMSNorm without a gain of its own, because the noise-level modulation (adaLN) carries one gain and one shift per channel and sub-layer;
 rotary positions; queries and keys normalised per head; ReLU^2 or SwiGLU feed-forward; what a sub-layer reads may be mixed with that of a few earlier
@@ -43,17 +43,17 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(config.width, config.width, bias=False)
-        self.value = nn.Linear(config.width, config.width, bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.query = nn.Linear(config.width, config.attention_width, bias=False)
+        self.key = nn.Linear(config.width, config.attention_width, bias=False)
+        self.value = nn.Linear(config.width, config.attention_width, bias=False)
+        self.out = nn.Linear(config.attention_width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, tile: LayerTile | None = None) -> Tensor:
-        n, t, d = x.shape
+        n, t, _ = x.shape
         q, k, v = (layer(x).view(n, t, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))  # (N, H, T, K)
         q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if tile is None else tile.attend(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(n, t, d))
+        return self.out(y.transpose(1, 2).reshape(n, t, -1))
 
 
 class FeedForward(nn.Module):

@@ -80,7 +80,7 @@ class DenoisingBlock(nn.Module):
         self.config = config
         self.cos: Tensor
         self.sin: Tensor
-        cos, sin = rotary_table(config.positions, config.width // config.heads)
+        cos, sin = rotary_table(config.positions, config.head_width)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -159,8 +159,7 @@ def shapes_only() -> Iterator[None]:
 
 def layer_flops(config: ModelConfig) -> int:
     """Forward floating-point operations of one layer per token: 2 per weight of a matrix and per tap, causal attention over T / 2 keys on average."""
-    matrices = 4 * config.width**2 + (3 if config.mlp == "swiglu" else 2) * config.width * config.mlp_hidden
-    return 2 * matrices + 2 * config.width * config.positions + 2 * 2 * config.short_conv * config.width
+    return 2 * config.layer_matrices + 2 * config.attention_width * config.positions + 2 * 2 * config.short_conv * config.width
 
 
 def parameter_count(module: nn.Module) -> int:

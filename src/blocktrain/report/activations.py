@@ -47,16 +47,17 @@ def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision)
     """Bytes saved by one layer in one pass."""
     rows = batch * model.positions  # M
     d, f, h = rows * model.width, rows * model.mlp_hidden, rows * model.heads  # M D, M F, M H
+    a = rows * model.attention_width
     gated = model.mlp == "swiglu"
     return {
         # x + attention(rms_norm(x) * (1 + scale) + shift)
         "attention: stream": d * p.stream,
         "attention: normalised stream": d * p.stream + rows * FLOAT32,
         "attention: modulated stream, read by q, k, v": d * p.compute * (3 if p.casts else 1),
-        "attention: q, k before their norms": 2 * (d * p.stream + h * FLOAT32),
-        "attention: q, k, v": 3 * d * p.compute,
-        "attention: result by heads, log-sum": d * p.compute + h * FLOAT32,
-        "attention: result by rows, read by out": d * p.compute,
+        "attention: q, k before their norms": 2 * (a * p.stream + h * FLOAT32),
+        "attention: q, k, v": 3 * a * p.compute,
+        "attention: result by heads, log-sum": a * p.compute + h * FLOAT32,
+        "attention: result by rows, read by out": a * p.compute,
         # x + feed_forward(rms_norm(x) * (1 + scale) + shift)
         "feed-forward: stream": d * p.stream,
         "feed-forward: normalised stream": d * p.stream + rows * FLOAT32,
@@ -72,9 +73,8 @@ def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision)
 
 def layer_copies(model: ModelConfig, noisy: bool, p: Precision) -> int:
     """Bytes of the cast copies of one layer's matrices, made once per step."""
-    matrices = 4 * model.width**2 + (3 if model.mlp == "swiglu" else 2) * model.width * model.mlp_hidden
     modulation = 4 * model.noise_dim * model.width if noisy else 0
-    return (matrices + modulation) * p.compute if p.casts else 0
+    return (model.layer_matrices + modulation) * p.compute if p.casts else 0
 
 
 def readout_activations(model: ModelConfig, batch: int, p: Precision) -> dict[str, int]:
