@@ -36,10 +36,12 @@ class ModelConfig(Section):
     layers_per_block: int = Field(default=2, ge=1, le=4096, description="transformer layers in one block (L = B x this)")
     width: int = Field(default=128, ge=8, le=65536, description="model width D")
     heads: int = Field(default=4, ge=1, le=1024, description="attention heads")
-    head_dim: int = Field(default=0, ge=0, le=65536, description="channels of a head, even (rotary); 0 is width / heads")
     positions: int = Field(default=256, ge=2, le=1 << 20, description="sequence length T in bytes")
     embed_dim: int = Field(default=128, ge=2, le=65536, description="width E of the target embedding")
     mlp: Literal["relu2", "swiglu"] = Field(default="relu2", description="feed-forward kind")
+    attention_ratio: float = Field(
+        default=1.0, gt=0, le=64, description="channels of all heads together / model width; this x width / heads must be even (rotary)"
+    )
     mlp_ratio: float = Field(default=4.0, gt=0, le=64, description="feed-forward width / model width (swiglu takes 2/3 of it)")
     short_conv: int = Field(
         default=3, ge=0, le=64, description="earlier positions that what each sub-layer reads is mixed with, channel by channel; 0 is none"
@@ -48,10 +50,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:
-        if not self.head_dim and (self.width % self.heads or (self.width // self.heads) % 2):
-            raise ValueError(f"model.heads: width {self.width} / heads {self.heads} must be a whole, even number, or model.head_dim be set")
-        if self.head_dim % 2:
-            raise ValueError(f"model.head_dim: must be even, got {self.head_dim}")
+        head = self.attention_ratio * self.width / self.heads
+        if abs(head - round(head)) > 1e-6 or round(head) % 2 or not round(head):
+            inner = f"width {self.width}" + (f" x attention_ratio {self.attention_ratio:g}" if self.attention_ratio != 1 else "")
+            raise ValueError(f"model.heads: {inner} / heads {self.heads} must be a whole, even number, it is {head:g}")
         if self.noise_dim % 2:
             raise ValueError(f"model.noise_dim: must be even, got {self.noise_dim}")
         return self
@@ -63,7 +65,7 @@ class ModelConfig(Section):
     @property
     def head_width(self) -> int:
         """Channels K of a head."""
-        return self.head_dim or self.width // self.heads
+        return round(self.attention_ratio * self.width / self.heads)
 
     @property
     def attention_width(self) -> int:
@@ -362,8 +364,8 @@ class RunConfig(Section):
         several = {"round": True, "outer": True, "limits": True}
         read = {"objective": {"combine"}, "train": {"checkpoint_every", "log_every"}}
         fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, **read, **several})
-        for name in ("short_conv", "head_dim"):  # runs from before these were there are the same runs
-            if not fields["model"][name]:
+        for name, then in ADDED["model"].items():  # runs from before these were there are the same runs
+            if fields["model"][name] == then:
                 del fields["model"][name]
         fields["train"]["samples"] = "own"
         if not self.own_samples:
@@ -491,7 +493,7 @@ def parse_assignment(text: str) -> dict[str, Any]:
 
 
 # What runs did before these could be set. Files that runs write hold every setting, so one in which only these are missing is older than they are.
-ADDED: dict[str, dict[str, Any]] = {"model": {"short_conv": 0, "head_dim": 0}, "train": {"samples": "shared"}}
+ADDED: dict[str, dict[str, Any]] = {"model": {"short_conv": 0, "attention_ratio": 1.0}, "train": {"samples": "shared"}}
 
 
 def with_added_settings(fields: dict[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_the_activation_formula_is_what_autograd_keeps(name: str, mlp: str, prec
         {"layers_per_block": 5},
         {"embed_dim": 96, "mlp_ratio": 2.0},
         {"short_conv": 3},
-        {"heads": 3, "head_dim": 10},
+        {"heads": 3, "attention_ratio": 0.625},
     ],
 )
 def test_the_activation_formula_holds_at_other_shapes(shape: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def test_swiglu_has_about_the_parameters_of_relu2():
 def test_layer_flops_count_two_per_weight_and_causal_attention():
     width, hidden, t = 32, 128, 16
     assert layer_flops(SHAPE) == 2 * (4 * width**2 + 2 * width * hidden) + 2 * width * t
-    narrow = SHAPE.model_copy(update={"heads": 3, "head_dim": 4})
+    narrow = SHAPE.model_copy(update={"heads": 3, "attention_ratio": 0.375})
     assert layer_flops(narrow) == 2 * (4 * width * 12 + 2 * width * hidden) + 2 * 12 * t
 
 
