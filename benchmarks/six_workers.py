@@ -32,7 +32,7 @@ from blocktrain.training.checkpoint import load_run
 from blocktrain.training.data import heldout_windows, load_corpus
 from blocktrain.training.evaluate import Evaluator
 
-BENCH = {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 256, "embed_dim": 128}
+BENCH = {"blocks": 3, "layers_per_block": 4, "width": 128, "heads": 2, "positions": 256, "embed_dim": 128}
 SHAPES = {"small": (SMALL, 1200), "bench": (BENCH, 2400)}  # model, steps of a worker's batch of 8 for each block
 BATCH, WORKERS = 8, 6
 

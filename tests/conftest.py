@@ -16,7 +16,8 @@ from blocktrain.config import RunConfig, make_config, merge_fields
 torch.set_num_threads(1)
 
 TINY: dict[str, Any] = {
-    "model": {"blocks": 3, "layers_per_block": 1, "width": 32, "heads": 2, "positions": 32, "embed_dim": 16, "noise_dim": 8},
+    "model": {"blocks": 3, "layers_per_block": 1, "width": 32, "heads": 2, "positions": 32, "embed_dim": 16, "noise_dim": 8}
+    | {"attention_ratio": 1.0, "mlp_ratio": 4.0},  # an ordinary layer, with the taps of the default
     "train": {"steps": 12, "batch_size": 4, "warmup_steps": 2, "checkpoint_every": 5, "log_every": 1, "device": "cpu"},
     "evaluate": {"windows": 8, "noise_draws": 8, "sigma_bins": 4},
 }

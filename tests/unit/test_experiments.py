@@ -12,7 +12,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from blocktrain.config import DataConfig, reference_config
+from blocktrain.config import DataConfig, ModelConfig, reference_config
 from blocktrain.errors import ConfigError, ExperimentError
 from blocktrain.report.experiments import fixed_depth, reproduce, swarm_processes
 from blocktrain.report.experiments.lab import Lab, ce_list, gap_text, paired
@@ -47,7 +47,8 @@ def test_a_scale_that_is_none_is_named():
 
 def test_the_bench_scale_is_that_of_the_published_figures(lab: Lab):
     config = dataclasses.replace(lab, scale=SCALES["bench"]).default_config()
-    assert (config.model.width, config.model.layers, config.train.steps, config.train.batch_size) == (128, 6, 1200, 16)
+    assert (config.model.width, config.model.layers, config.train.steps, config.train.batch_size) == (128, 12, 1200, 16)
+    assert config.model.layer_matrices * 2 == 12 * 128**2, "two layers have the weights of an ordinary one"
     assert (config.evaluate.windows, config.objective.span, config.train.optimizer) == (64, 1, "muon")
 
 
@@ -76,8 +77,9 @@ def test_a_key_changes_with_seed_text_and_scale(lab: Lab, tmp_path: Path, name: 
     assert key(moved) == key(lab), "where the text and the results lie decides nothing"
 
 
-def test_every_divisor_is_a_cut(lab: Lab):
-    assert fixed_depth.cuts(6) == [6, 3, 2, 1] and fixed_depth.cuts(12) == [12, 6, 4, 3, 2, 1]
+def test_every_divisor_is_a_cut_that_leaves_a_block_an_ordinary_layer(lab: Lab):
+    assert fixed_depth.cuts(ModelConfig(blocks=3, layers_per_block=4, attention_ratio=1.0)) == [12, 6, 4, 3, 2, 1]
+    assert fixed_depth.cuts(ModelConfig(blocks=3, layers_per_block=4, attention_ratio=0.5)) == [6, 4, 3, 2, 1]
     for found in fixed_depth.arms(lab).values():
         assert {config.model.layers for config in found.values()} == {4}
 

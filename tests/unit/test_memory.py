@@ -165,7 +165,7 @@ def test_half_precision_halves_what_it_says_and_keeps_float32_moments() -> None:
 
 
 def test_a_shape_too_large_for_any_machine_is_counted() -> None:
-    config = make_config({"model": {"blocks": 8, "layers_per_block": 12, "width": 8192, "heads": 64}, "train": {"batch_size": 1}})
+    config = make_config({"model": {"blocks": 8, "layers_per_block": 24, "width": 8192, "heads": 32}, "train": {"batch_size": 1}})
     report = memory_report(config, dtype="mixed")
     assert report.full.total.num_parameters == pytest.approx(75.8e9, rel=0.07)
     assert report.worker.total.total < report.full.total.total

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktrain.config import ModelConfig
+from blocktrain.config import ORDINARY, ModelConfig
 from blocktrain.model.layers import ShortConvolution, rotary_table, rotate
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
 
-SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8, short_conv=0)
+SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8, **ORDINARY)
 
 
 def scrambled(mlp: str = "relu2", private: int = 0) -> BlockStack:
@@ -91,7 +91,7 @@ def test_swiglu_has_about_the_parameters_of_relu2():
 def test_layer_flops_count_two_per_weight_and_causal_attention():
     width, hidden, t = 32, 128, 16
     assert layer_flops(SHAPE) == 2 * (4 * width**2 + 2 * width * hidden) + 2 * width * t
-    narrow = SHAPE.model_copy(update={"heads": 3, "attention_ratio": 0.375})
+    narrow = SHAPE.model_copy(update={"heads": 3, "attention_ratio": 0.375})  # three heads of four channels
     assert layer_flops(narrow) == 2 * (4 * width * 12 + 2 * width * hidden) + 2 * 12 * t
 
 

@@ -59,15 +59,15 @@ class Goal:
 
 
 def speed_config(quick: bool) -> RunConfig:
-    """The bench shape: D 128, 4 heads, 6 layers, T 256, batch 16."""
-    model = {"blocks": 3, "layers_per_block": 2, "width": 128, "heads": 4, "positions": 128 if quick else 256}
+    """The bench shape: D 128, 2 heads of 32, 12 layers, T 256, batch 16."""
+    model = {"blocks": 3, "layers_per_block": 4, "width": 128, "heads": 2, "positions": 128 if quick else 256}
     objective = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
     return make_config({"model": model, "objective": objective, "train": {"batch_size": 8 if quick else 16}})
 
 
 def memory_config(quick: bool) -> RunConfig:
     """Four independent blocks, one after another, of a size beside which an interpreter is nothing: about 1 GB end to end."""
-    model = {"blocks": 4, "layers_per_block": 2, "width": 256 if quick else 512, "heads": 8, "positions": 256}
+    model = {"blocks": 4, "layers_per_block": 4, "width": 256 if quick else 512, "heads": 4, "positions": 256}
     objective = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise"}
     return make_config({"model": model, "objective": objective, "train": {"batch_size": 8, "order": "sequential"}})
 

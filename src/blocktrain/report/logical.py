@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from blocktrain.config import ModelConfig, RunConfig, make_config
+from blocktrain.config import ORDINARY, ModelConfig, RunConfig, make_config
 from blocktrain.diffusion.noise import make_partition
 from blocktrain.errors import ConfigError, MemoryLimitError
 from blocktrain.model.transformer import BlockStack, parameter_count, shapes_only
@@ -58,7 +58,7 @@ def choose_shape(parameters: float, hosts: int) -> ModelConfig:
         width=width,
         heads=width // HEAD,
         positions=POSITIONS,
-        short_conv=0,
+        **ORDINARY,
         embed_dim=128,
         noise_dim=NOISE_DIM,
     )

@@ -111,7 +111,7 @@ def _learning(config: RunConfig) -> dict[str, frozenset[str]]:
 def _learning_of(config_json: str) -> dict[str, frozenset[str]]:
     full = RunConfig.model_validate_json(config_json)
     blocks = min(full.model.blocks, 2)
-    small = {"blocks": blocks, "width": 8, "heads": 1, "positions": 4, "embed_dim": 4, "noise_dim": 2}
+    small = {"blocks": blocks, "width": 8, "heads": 1, "attention_ratio": 1.0, "positions": 4, "embed_dim": 4, "noise_dim": 2}
     less = {"model": small, "noise": {"partition": "lognormal"}, "objective": {"span": 1, "window": 0}, "round": {"min_span": 1, "max_span": 1}}
     config = make_config(merge_fields(full.model_dump(), less), "layout")
     stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blocktrain.config import RunConfig, reference_config
+from blocktrain.config import ModelConfig, RunConfig, reference_config
 from blocktrain.report.experiments.lab import Lab, ce_list, gap_text, plain
 from blocktrain.report.experiments.result import Experiment, Result, Row
 from blocktrain.report.experiments.scale import DEFAULT, PAPER, Fields
@@ -17,16 +17,17 @@ PAPER_SAYS = "about four layers a block are enough"
 RECIPES: dict[str, tuple[str, Fields]] = {"default": ("our default", DEFAULT), "paper": ("the paper's recipe", PAPER)}
 
 
-def cuts(layers: int) -> list[int]:
-    """Numbers of blocks, the most first: every divisor of L."""
-    return [blocks for blocks in range(layers, 0, -1) if layers % blocks == 0]
+def cuts(model: ModelConfig) -> list[int]:
+    """Numbers of blocks, the most first: every divisor of L that leaves a block the weights of an ordinary layer."""
+    least = max(1, round(1 / model.attention_ratio))
+    return [blocks for blocks in range(model.layers // least, 0, -1) if model.layers % blocks == 0]
 
 
 def arms(lab: Lab) -> dict[str, dict[int, RunConfig]]:
     """recipe -> blocks -> settings."""
-    layers = lab.default_config().model.layers
+    whole = {recipe: lab.config(objective).model for recipe, (_, objective) in RECIPES.items()}
     return {
-        recipe: {b: lab.config(objective, {"model": {"blocks": b, "layers_per_block": layers // b}}) for b in cuts(layers)}
+        recipe: {b: lab.config(objective, {"model": {"blocks": b, "layers_per_block": whole[recipe].layers // b}}) for b in cuts(whole[recipe])}
         for recipe, (_, objective) in RECIPES.items()
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from blocktrain.config import RunConfig, merge_fields, parse_assignment
+from blocktrain.config import ORDINARY, RunConfig, merge_fields, parse_assignment
 from blocktrain.report.experiments.lab import Lab
 from blocktrain.report.experiments.result import Experiment, Result, Row
 from blocktrain.report.experiments.scale import Fields
@@ -26,7 +26,7 @@ from blocktrain.training.evaluate import evaluate
 PAPER_SAYS = {"lockstep": "participation 100 %", "soft": "participation 90 %", "wan": "participation 42 %"}
 WORKERS = 6
 SHAPE: Fields = {
-    "model": {"blocks": 3, "layers_per_block": 1, "width": 64, "heads": 4, "positions": 128, "embed_dim": 64, "noise_dim": 16},
+    "model": {"blocks": 3, "layers_per_block": 1, "width": 64, "heads": 4, "positions": 128, "embed_dim": 64, "noise_dim": 16} | ORDINARY,
     "train": {"steps": 1 << 30, "batch_size": 8, "warmup_steps": 50, "cooldown": 0.0, "device": "cpu", "precision": "float32"},
     "round": {"inner_steps": 12},
 }

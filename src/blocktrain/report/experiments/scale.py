@@ -1,7 +1,7 @@
 """How large everything is: `smoke` to see that it runs, `bench` for hours of CPU, `paper` for a GPU.
 
-The two recipes that are compared stand here too: the paper's, and our default. At `paper` the paper's recipe keeps the optimizer of its preset and
-layers without taps, so its reference is another than that of our default; at the other scales both have one optimizer, one layer and one reference.
+The two recipes that are compared stand here too: the paper's, and our default. At `paper` the paper's recipe keeps the optimizer and the ordinary
+layers of its preset, so its reference is another than that of our default; at the other scales both have one optimizer, one layer and one reference.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from blocktrain.config import PRESETS, merge_fields, preset_fields
+from blocktrain.config import ORDINARY, PRESETS, merge_fields, preset_fields
 from blocktrain.errors import ConfigError
 
 Fields = dict[str, Any]
@@ -19,7 +19,7 @@ DEFAULT: Fields = {"input": "independent", "span": 1, "denoise_weight": 0.0, "an
 WINDOW: Fields = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "weighting": "none", "start": "zero"}  # that a sweep can write with
 
 # The shape of the runs of many workers on one machine's cores: three small blocks, and rates that suit two replicas (docs/experiments.md).
-SMALL: Fields = {"blocks": 3, "layers_per_block": 1, "width": 64, "heads": 2, "positions": 128, "embed_dim": 64}
+SMALL: Fields = {"blocks": 3, "layers_per_block": 2, "width": 64, "heads": 2, "positions": 128, "embed_dim": 64}
 NESTEROV: Fields = {"train": {"lr": 0.015, "muon_lr": 0.03}, "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.5}}
 TINY: Fields = {"blocks": 2, "layers_per_block": 2, "width": 32, "heads": 2, "positions": 64, "embed_dim": 32, "noise_dim": 16}
 
@@ -72,9 +72,11 @@ def _paper_fields() -> tuple[Fields, Fields]:
     preset = preset_fields("paper")
     own = ("optimizer", "lr", "weight_decay")
     train = {key: value for key, value in preset["train"].items() if key not in own}
-    model = {key: value for key, value in preset["model"].items() if key != "short_conv"}
+    ordinary = {key: preset["model"][key] for key in ("layers_per_block", "heads", *ORDINARY)}
+    halves = {"layers_per_block": 2 * ordinary["layers_per_block"], "heads": ordinary["heads"] // 2}  # the same weights in layers of our default
+    model = {key: value for key, value in preset["model"].items() if key not in ordinary} | halves
     fields = {"model": model, "noise": preset["noise"], "train": train, "evaluate": {"windows": 256}}
-    return fields, {"model": {"short_conv": 0}, "train": {key: preset["train"][key] for key in own}}
+    return fields, {"model": ordinary, "train": {key: preset["train"][key] for key in own}}
 
 
 def _scales() -> dict[str, Scale]:
