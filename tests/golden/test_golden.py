@@ -52,7 +52,7 @@ LOSSES: dict[str, tuple[dict[str, Any], list[float]]] = {  # the default has tap
 def first_losses(objective: dict[str, Any], text: Path) -> list[float]:
     """Plain CE of the first and the last span at the twelfth step."""
     config = tiny_config(objective=objective, model=NO_TAPS if objective else {})
-    stack = BlockStack(config.model, seed=0)
+    stack = BlockStack.of(config)
     trainer = BlockTrainer(
         stack, config, make_partition(config.noise, 3), spans_of(3, config.objective.span), Hardware(torch.device("cpu"), torch.float32)
     )
@@ -71,9 +71,11 @@ def test_first_losses(kind: str, text: Path):
 def test_parameters_and_flops_of_a_known_shape():
     """Counted by hand for B 3 x 1 layer, D 32, feed-forward 128, T 32, E 16, C 8."""
     config = tiny_config(objective=CLEAN, model=NO_TAPS)
-    layer = 4 * 32 * 32 + 2 * 32 * 128 + (8 + 1) * 4 * 32
-    interface = 257 * 32 + 256 * 16 + 16 * 32 + (8 + 1) * 8 + 32 * 256 + 32 * 16 + 1
-    assert parameter_count(BlockStack(config.model, seed=0)) == 3 * (layer + 32) + interface
+    layer, interface = 4 * 32 * 32 + 2 * 32 * 128 + 4 * 32, 257 * 32 + 32 * 256
+    assert parameter_count(BlockStack.of(config)) == 3 * (layer + 32) + interface
+    layer, interface = layer + 8 * 4 * 32, interface + 256 * 16 + 16 * 32 + (8 + 1) * 8 + 32 * 16 + 1
+    noisy = tiny_config(objective=PAPER, model=NO_TAPS)
+    assert parameter_count(BlockStack.of(noisy)) == 3 * (layer + 32) + interface
     forward = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 2 * 32 * 32
     head = 2 * 32 * 256
     assert step_flops(config, spans_of(3, 1), 100) == 100 * 3 * 3 * (forward + head)

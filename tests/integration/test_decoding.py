@@ -25,7 +25,7 @@ from tests.conftest import CLEAN, PAPER, tiny_config
 def made_run(objective: dict[str, Any], **sections: Any) -> LoadedRun:
     """A run with random weights everywhere."""
     config = tiny_config(objective=objective, **sections)
-    stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
+    stack = BlockStack.of(config)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in stack.named_parameters():  # later blocks change little, or no draft would ever be right

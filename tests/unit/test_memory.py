@@ -50,7 +50,7 @@ def small_batch(config: RunConfig) -> Tensor:
 
 
 def make_trainer(config: RunConfig, spans: list[Span]) -> BlockTrainer:
-    stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
+    stack = BlockStack.of(config)
     hardware = Hardware(torch.device("cpu"), torch.float32)
     return BlockTrainer(stack, config, make_partition(config.noise, config.model.blocks), spans, hardware)
 
@@ -124,7 +124,7 @@ def test_parameters_gradients_and_moments_are_exact(name: str, optimizer: str) -
 def test_a_worker_of_chained_blocks_holds_frozen_weights_and_nothing_else_of_them() -> None:
     config = small_config(OBJECTIVES["upstream without noise"])
     frozen = span_holding(config, (2, 3), PRECISIONS["float32"], "").part("blocks 0-1, frozen")
-    stack = BlockStack(config.model, seed=0, blocks=[0, 1])
+    stack = BlockStack.of(config, [0, 1])
     assert frozen.parameters == 4 * sum(parameter_count(stack.block(b)) for b in (0, 1))
     assert (frozen.gradients, frozen.moments, frozen.activations) == (0, 0, 0)
 

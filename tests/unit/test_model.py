@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from blocktrain.config import ORDINARY, ModelConfig
+from blocktrain.errors import CheckpointError
 from blocktrain.model.layers import ShortConvolution, rotary_table, rotate
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
+from blocktrain.training.checkpoint import load_module
 
 SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8, **ORDINARY)
 
@@ -81,6 +83,23 @@ def test_making_a_stack_leaves_the_global_generator_alone():
 def test_private_layers_are_in_every_block_but_the_last():
     stack = BlockStack(SHAPE, seed=0, private_layers=2)
     assert [len(stack.block(b).private) for b in range(3)] == [2, 2, 0]
+
+
+def test_without_a_noisy_target_the_weights_for_it_are_left_out_and_nothing_else_changes():
+    full, clean = (BlockStack(SHAPE, seed=0, private_layers=1, noisy=noisy).state_dict() for noisy in (True, False))
+    assert all(torch.equal(full[name], tensor) for name, tensor in clean.items())
+    gone = {name.split(".", 2)[-1] if name.startswith("blocks") else name for name in full.keys() - clean.keys()}
+    layers = {f"layers.{i}.modulation.weight" for i in (0, 1)} | {"private.0.modulation.weight"}
+    entry = {f"interface.{name}.weight" for name in ("targets", "enter", "noise.mix", "denoised")}
+    assert gone == layers | entry | {"interface.noise.mix.bias", "interface.log_sharpness"}
+
+
+def test_a_file_from_before_may_hold_weights_that_a_run_does_without():
+    full, clean = (BlockStack(SHAPE, seed=seed, noisy=noisy) for seed, noisy in ((1, True), (0, False)))
+    load_module("block-000.safetensors", clean.block(0), dict(full.block(0).state_dict()))
+    assert torch.equal(clean.block(0).layers[0].attention.query.weight, full.block(0).layers[0].attention.query.weight)
+    with pytest.raises(CheckpointError, match="tensor other is not part of this model"):
+        load_module("interface.safetensors", clean.interface, {**full.interface.state_dict(), "other": torch.zeros(1)})
 
 
 def test_swiglu_has_about_the_parameters_of_relu2():

@@ -67,7 +67,7 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     from blocktrain.training.optim import make_optimizers
 
     config = tiny_config()
-    stack = BlockStack(config.model, seed=0)
+    stack = BlockStack.of(config)
     adamw, muon = make_optimizers(stack, config.train, range(3), True)
     names = {id(p): name for name, p in stack.named_parameters()}
     by_muon = {names[id(p)] for group in muon.param_groups for p in group["params"]}

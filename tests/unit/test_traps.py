@@ -30,7 +30,7 @@ CPU = Hardware(torch.device("cpu"), torch.float32)
 
 def make_stack(config: RunConfig, scramble: bool = True) -> BlockStack:
     """A stack whose zero-initialised weights are random too, so that nothing is trivially zero."""
-    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers)
+    stack = BlockStack.of(config)
     if scramble:
         g = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -142,7 +142,7 @@ def test_target_is_the_next_byte(monkeypatch: pytest.MonkeyPatch):
 def test_a_counting_sequence_is_learnt():
     """After 0, 1, 2, ... comes the next number: a wrong shift would learn the identity instead."""
     config = tiny_config(objective=CLEAN, train={"steps": 60, "lr": 0.01})
-    stack = BlockStack(config.model, seed=0)
+    stack = BlockStack.of(config)
     partition = make_partition(config.noise, 3)
     learner = BlockTrainer(stack, config, partition, spans_of(3, 1), CPU)
     for step in range(60):

@@ -109,16 +109,31 @@ class ShortConvolution(nn.Module):
         return h
 
 
-class TransformerLayer(nn.Module):
-    """x + attention, x + feed-forward, each behind a norm that the noise level modulates."""
+def leave_out(module: nn.Module, *names: str) -> None:
+    """Take weights away that a run has no use for (default: all of the module's own). They were drawn, so what is drawn after them stays the same."""
+    gone = names or tuple(name for name, _ in module.named_parameters(recurse=False))
+    for name in gone:
+        module.register_parameter(name, None)
+    module.left_out = gone  # type: ignore[assignment]
 
-    def __init__(self, config: ModelConfig) -> None:
+
+def left_out(module: nn.Module) -> set[str]:
+    """Names of all weights that were taken away inside a module; files from before they could be may hold them."""
+    return {f"{place}.{name}".lstrip(".") for place, inside in module.named_modules() for name in getattr(inside, "left_out", ())}
+
+
+class TransformerLayer(nn.Module):
+    """x + attention, x + feed-forward, each behind a norm that the noise level modulates; without `noisy` by gains and shifts that are fixed."""
+
+    def __init__(self, config: ModelConfig, noisy: bool = True) -> None:
         super().__init__()
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.modulation = nn.Linear(config.noise_dim, 4 * config.width)
         self.convolutions = nn.ModuleList(ShortConvolution(config) for _ in range(2 if config.short_conv else 0))
         self.reset_parameters()
+        if not noisy:
+            leave_out(self.modulation, "weight")
 
     def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters():

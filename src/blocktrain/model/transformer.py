@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from blocktrain.config import ModelConfig
-from blocktrain.model.layers import TransformerLayer, rms_norm, rotary_table
+from blocktrain.config import ModelConfig, RunConfig
+from blocktrain.model.layers import TransformerLayer, leave_out, rms_norm, rotary_table
 from blocktrain.model.memory import BlockMemory, BlockTile, LayerTile
 from blocktrain.seeding import fold
 
@@ -43,9 +43,9 @@ class NoiseEmbedding(nn.Module):
 
 
 class Interface(nn.Module):
-    """Token embedding, entry of the noisy target, noise-level embedding, target embedding and head."""
+    """Token embedding and head; and with `noisy` the target embedding, the entry of the noisy target and the noise-level embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, noisy: bool = True) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY + 1, config.width)
         self.targets = nn.Embedding(VOCABULARY, config.embed_dim)
@@ -56,6 +56,10 @@ class Interface(nn.Module):
         self.denoised = nn.Linear(config.width, config.embed_dim, bias=False)
         self.log_sharpness = nn.Parameter(torch.zeros(()))
         self.reset_parameters()
+        if not noisy:
+            for unused in (self.targets, self.enter, self.noise.mix, self.denoised):
+                leave_out(unused)
+            leave_out(self, "log_sharpness")
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.tokens.weight, std=0.5)
@@ -72,10 +76,10 @@ class Interface(nn.Module):
 class DenoisingBlock(nn.Module):
     """A run of consecutive layers, the gain in front of its read-out, and decoder layers of its own that are not handed on."""
 
-    def __init__(self, config: ModelConfig, private_layers: int = 0) -> None:
+    def __init__(self, config: ModelConfig, private_layers: int = 0, noisy: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers_per_block))
-        self.private = nn.ModuleList(TransformerLayer(config) for _ in range(private_layers))
+        self.layers = nn.ModuleList(TransformerLayer(config, noisy) for _ in range(config.layers_per_block))
+        self.private = nn.ModuleList(TransformerLayer(config, noisy) for _ in range(private_layers))
         self.out_gain = nn.Parameter(torch.ones(config.width))
         self.config = config
         self.cos: Tensor
@@ -108,22 +112,29 @@ class DenoisingBlock(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """The interface and some or all blocks of a run."""
+    """The interface and some or all blocks of a run. Without `noisy` it has no weights that only a noisy target would use."""
 
-    def __init__(self, config: ModelConfig, *, seed: int, private_layers: int = 0, blocks: Iterable[int] | None = None) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int, private_layers: int = 0, blocks: Iterable[int] | None = None, noisy: bool = True) -> None:
         super().__init__()
         self.config = config
         self.private_layers = private_layers
+        self.noisy = noisy
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(fold(seed, "interface"))
-            self.interface = Interface(config)
+            self.interface = Interface(config, noisy)
             held = range(config.blocks) if blocks is None else blocks
             self.blocks = nn.ModuleDict({str(b): self._make_block(b, seed) for b in held})
+
+    @classmethod
+    def of(cls, config: RunConfig, blocks: Iterable[int] | None = None) -> BlockStack:
+        """The stack of a run as it was drawn, or some blocks of it."""
+        objective = config.objective
+        return cls(config.model, seed=config.seed, private_layers=objective.private_layers, blocks=blocks, noisy=objective.noisy)
 
     def _make_block(self, index: int, seed: int) -> DenoisingBlock:
         torch.manual_seed(fold(seed, "block", index))
         last = index == self.config.blocks - 1
-        return DenoisingBlock(self.config, 0 if last else self.private_layers)
+        return DenoisingBlock(self.config, 0 if last else self.private_layers, self.noisy)
 
     def block(self, index: int) -> DenoisingBlock:
         block = self.blocks[str(index)]

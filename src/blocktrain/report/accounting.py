@@ -23,7 +23,6 @@ from typing import Any
 from torch import nn
 
 from blocktrain.config import RunConfig
-from blocktrain.model.layers import TransformerLayer
 from blocktrain.model.transformer import DenoisingBlock, Interface, parameter_count, shapes_only
 from blocktrain.report.activations import Precision, span_activations
 from blocktrain.training.objective import Span, spans_of
@@ -94,24 +93,22 @@ class Count:
 def count_layer(config: RunConfig) -> Count:
     """One transformer layer. Without a noise level the modulation is its bias alone."""
     with shapes_only():
-        layer = TransformerLayer(config.model)
-        block = DenoisingBlock(config.model.model_copy(update={"layers_per_block": 1}))
-    unreached = 0 if config.objective.noisy else layer.modulation.weight.numel()
-    return Count(parameter_count(layer), sum(p.numel() for p in block.matrices()), parameter_count(layer) - unreached)
+        block = DenoisingBlock(config.model.model_copy(update={"layers_per_block": 1}), noisy=config.objective.noisy)
+    layer = parameter_count(block.layers)
+    return Count(layer, sum(p.numel() for p in block.matrices()), layer)
 
 
 def count_interface(config: RunConfig, first: int = 0) -> Count:
     """The interface, trained from block `first` on. Which of its tables a loss reaches depends on the loss and on where its gradient ends."""
     with shapes_only():
-        interface = Interface(config.model)
+        interface = Interface(config.model, config.objective.noisy)
     mse = config.objective.loss == "embedding_mse"
     unreached: list[nn.Module] = [interface.head, interface.targets] if mse else [interface.denoised]
     if config.objective.input == "upstream" and first:
         unreached.append(interface.tokens)
-    if not config.objective.noisy:
-        unreached += [interface.targets, interface.enter, interface.noise]
     total = parameter_count(interface)
-    return Count(total, 0, total - sum(parameter_count(m) for m in unreached) - (0 if mse else interface.log_sharpness.numel()))
+    sharpness = 0 if mse or not config.objective.noisy else interface.log_sharpness.numel()
+    return Count(total, 0, total - sum(parameter_count(m) for m in unreached) - sharpness)
 
 
 def count_blocks(config: RunConfig, blocks: range) -> Count:

@@ -77,7 +77,7 @@ class PlainLoop:
 
     def __init__(self, config: RunConfig, hardware: Hardware) -> None:
         self.config, self.hardware = config, hardware
-        self.stack = BlockStack(config.model, seed=config.seed).to(hardware.device)
+        self.stack = BlockStack.of(config).to(hardware.device)
         self.blocks = [self.stack.block(b) for b in range(config.model.blocks)]
         self.optimizers = make_optimizers(self.stack, config.train, range(config.model.blocks), True)
 
@@ -102,7 +102,7 @@ class PlainLoop:
 
 
 def make_trainer(config: RunConfig, hardware: Hardware) -> BlockTrainer:
-    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers).to(hardware.device)
+    stack = BlockStack.of(config).to(hardware.device)
     partition = make_partition(config.noise, config.model.blocks)
     return BlockTrainer(stack, config, partition, spans_of(config.model.blocks, config.objective.span), hardware)
 

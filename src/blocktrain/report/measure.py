@@ -134,7 +134,7 @@ def tiny(config: RunConfig) -> RunConfig:
 
 def take_steps(config: RunConfig, span: Span, held: list[int], steps: int, hardware: Hardware) -> None:
     """Build the model and take optimizer steps of one span on random bytes."""
-    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held).to(hardware.device)
+    stack = BlockStack.of(config, held).to(hardware.device)
     trainer = BlockTrainer(stack, config, make_partition(config.noise, config.model.blocks), [span], hardware)
     for step in range(steps):
         shape = (config.train.batch_size, config.model.positions + 1)

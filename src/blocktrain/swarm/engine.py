@@ -230,7 +230,7 @@ class TrainingEngine:
         held = tuple(sorted(int(part.part.removeprefix("block-")) for part in work.parts if part.part != INTERFACE))
         if self._stack is None or self._stack[0] != held:
             config = self.config
-            stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
+            stack = BlockStack.of(config, held)
             self._stack = held, stack.to(self.hardware.device)
         stack = self._stack[1]
         for part in work.parts:

@@ -73,7 +73,7 @@ def layout_of(config: RunConfig) -> Layout:
     trainable: dict[str, tuple[str, ...]] = {}
     learns = _learning(config)
     with shapes_only():
-        stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
+        stack = BlockStack.of(config)
     for part, module in [(INTERFACE, stack.interface), *((part_of(b), stack.block(b)) for b in range(config.model.blocks))]:
         entries[part] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in module.state_dict().items()}
         role = part if part == INTERFACE else "last" if part == part_of(config.model.blocks - 1) else "block"
@@ -86,7 +86,7 @@ def layout_of(config: RunConfig) -> Layout:
 
 def _initial(config: RunConfig, part: str) -> Iterator[tuple[str, Tensor]]:
     held = [] if part == INTERFACE else [int(part.removeprefix("block-"))]
-    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
+    stack = BlockStack.of(config, held)
     module = stack.interface if part == INTERFACE else stack.block(held[0])
     if part == INTERFACE and config.outer.interface == "frozen":
         _draw_readouts(stack.interface, config.seed)
@@ -96,9 +96,9 @@ def _initial(config: RunConfig, part: str) -> Iterator[tuple[str, Tensor]]:
 def _draw_readouts(interface: Interface, seed: int) -> None:
     """Readouts start at zero and learn first; where they never learn, no gradient would ever pass through them to a block."""
     for name, readout in (("head", interface.head), ("denoised", interface.denoised)):
-        weight = readout.weight
-        with torch.no_grad():
-            weight.copy_(torch.randn(weight.shape, generator=generator(seed, "frozen", name)) * weight.size(1) ** -0.5)
+        for weight in readout.parameters():  # none where the run does without
+            with torch.no_grad():
+                weight.copy_(torch.randn(weight.shape, generator=generator(seed, "frozen", name)) * weight.size(1) ** -0.5)
 
 
 def _learning(config: RunConfig) -> dict[str, frozenset[str]]:
@@ -114,7 +114,7 @@ def _learning_of(config_json: str) -> dict[str, frozenset[str]]:
     small = {"blocks": blocks, "width": 8, "heads": 1, "attention_ratio": 1.0, "positions": 4, "embed_dim": 4, "noise_dim": 2}
     less = {"model": small, "noise": {"partition": "lognormal"}, "objective": {"span": 1, "window": 0}, "round": {"min_span": 1, "max_span": 1}}
     config = make_config(merge_fields(full.model_dump(), less), "layout")
-    stack = BlockStack(config.model, seed=0, private_layers=config.objective.private_layers)
+    stack = BlockStack.of(config)
     ids = torch.arange(5)[None]
     views = make_views(config, make_partition(config.noise, blocks), ids[:, :-1], ids[:, 1:], 0)
     found: dict[str, frozenset[str]] = {}

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from blocktrain.config import RunConfig, load_config, make_config, with_added_settings
 from blocktrain.diffusion.noise import Partition, make_partition
 from blocktrain.errors import CheckpointError, ConfigError
+from blocktrain.model.layers import left_out
 from blocktrain.model.transformer import BlockStack
 from blocktrain.serialization import file_sha256, load_tensors, save_tensors, sync_folder, tensor_digest, write_bytes
 
@@ -172,15 +173,16 @@ def _verify(checkpoint: Checkpoint, names: Iterable[str]) -> None:
             raise CheckpointError(f"{path}: damaged, its sha256 is not the one in progress.json")
 
 
-def load_module(module_name: str, module: object, tensors: dict[str, Tensor]) -> None:
+def load_module(module_name: str, module: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Load weights by name; raises CheckpointError naming the first tensor that is missing, extra or of another shape."""
-    state = module.state_dict()  # type: ignore[attr-defined]
+    unused = left_out(module)
+    state, tensors = module.state_dict(), {name: tensor for name, tensor in tensors.items() if name not in unused}
     for name in sorted(state.keys() | tensors.keys()):
         if name not in tensors or name not in state:
             raise CheckpointError(f"{module_name}: tensor {name} is {'missing' if name not in tensors else 'not part of this model'}")
         if state[name].shape != tensors[name].shape:
             raise CheckpointError(f"{module_name}: tensor {name} has shape {tuple(tensors[name].shape)}, expected {tuple(state[name].shape)}")
-    module.load_state_dict(tensors)  # type: ignore[attr-defined]
+    module.load_state_dict(tensors)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | Non
         warn(f"{run / 'run.toml'}: says otherwise than the checkpoint, which is what counts here ({change})")
     if blocks is None:
         held = list(range(config.model.blocks))
-    stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=held)
+    stack = BlockStack.of(config, held)
     load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
     for b in held:
         if block_file(b) not in checkpoint.progress.files:

@@ -210,7 +210,7 @@ class TrainingRun:
     def _make_stack(self, phase: Phase, checkpoint: Checkpoint | None) -> BlockStack:
         """A fresh stack, with every block and interface that an earlier phase has finished."""
         config = self.config
-        stack = BlockStack(config.model, seed=config.seed, private_layers=config.objective.private_layers, blocks=phase.held)
+        stack = BlockStack.of(config, phase.held)
         if checkpoint:
             if not phase.train_interface:
                 load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
