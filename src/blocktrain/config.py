@@ -153,15 +153,17 @@ class ObjectiveConfig(Section):
         "auto: mean where blocks are independent and without noise, last elsewhere",
     )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
-    window: int = Field(default=0, ge=0, description="W: the last W positions of some sequences see a mask id instead of their context; 0 is off")
-    window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last W positions are masked")
+    window: int = Field(
+        default=0,
+        ge=0,
+        description="W: up to W last positions of some sequences see a mask id for their context, so that a sweep may give W + 1 bytes; 0 is off",
+    )
+    window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last positions are masked")
 
     @model_validator(mode="after")
     def check(self) -> ObjectiveConfig:
         if self.denoise_weight == 0 and self.anchor_weight == 0:
             raise ValueError("objective.denoise_weight: 0 needs objective.anchor_weight > 0, or nothing is learnt")
-        if self.denoise_weight == 0 and self.window:
-            raise ValueError("objective.window: needs objective.denoise_weight > 0, masked positions carry only the noisy target")
         if self.denoise_weight == 0 and self.start == "noise":
             raise ValueError("objective.start: must be 'zero' when objective.denoise_weight = 0, the blocks never see noise")
         if self.denoise_weight == 0 and self.loss == "embedding_mse":
@@ -367,6 +369,8 @@ class RunConfig(Section):
         for name, then in ADDED["model"].items():  # runs from before these were there are the same runs
             if fields["model"][name] == then:
                 del fields["model"][name]
+        if self.objective.window:
+            fields["objective"]["window"] = f"1 to {self.objective.window}"  # they were all of one width once, and in the noisy view alone
         fields["train"]["samples"] = "own"
         if not self.own_samples:
             del fields["train"]["samples"]

@@ -148,9 +148,10 @@ def test_the_states_of_a_draft_are_handed_on_and_nothing_is_computed_twice(monke
     assert sum(t for stop, _, _, t in entered if stop == 1) == 1 + counts.drafted + counts.traversals - 1
 
 
+@pytest.mark.parametrize("objective", [{**PAPER, "input": "upstream", "anchor_weight": 1.0, "window": 4}, {**VOTE, "window": 4}])
 @pytest.mark.parametrize("width", [1, 2, 5])
-def test_a_sweep_gives_a_window_a_traversal_and_of_one_byte_is_exact(width: int):
-    run = made_run({**PAPER, "input": "upstream", "anchor_weight": 1.0, "window": 4})
+def test_a_sweep_gives_a_window_a_traversal_and_of_one_byte_is_exact(width: int, objective: dict[str, Any]):
+    run = made_run(objective)
     chain, counts, sampling = LocalChain(run), Counts(), Sampling(1.0, seed=1)
     (got,) = texts(chain, (Plan("sweep", sampling, 75, window=width), b"start here"), counts=counts)
     assert len(got) == 75

@@ -439,7 +439,7 @@ def test_a_stage_that_has_forgotten_the_text_is_told_it_again(run: Path):
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("objective", [VOTE, {**WINDOWED, "combine": "mean"}], ids=["independent", "chained"])
+@pytest.mark.parametrize("objective", [{**VOTE, "window": 4}, {**WINDOWED, "combine": "mean"}], ids=["independent", "chained"])
 def test_blocks_that_vote_are_served_like_any_other(objective: dict[str, Any], tmp_path: Path):
     voting = make_run(tmp_path / "run", objective=objective)
 
@@ -454,6 +454,8 @@ def test_blocks_that_vote_are_served_like_any_other(objective: dict[str, Any], t
             assert (await tell(chain, plan_of(), at=9, do=forget)).data == wanted
             drafted = await tell(chain, plan_of("speculative"), draft=own_draft(voting), at=3, do=forget)
             assert drafted.data == wanted and drafted.counts.drafted > drafted.counts.accepted > 0
+            swept = await tell(chain, plan_of("sweep"))
+            assert swept.data == golden(voting, plan_of("sweep")) and swept.counts.bytes_per_traversal > 3
 
     asyncio.run(go())
 

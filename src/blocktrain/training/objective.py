@@ -88,7 +88,7 @@ def draw_noise(config: RunConfig, partition: Partition, count: int, seed: int) -
 class View:
     """One reading of a batch: context ids, and the noise that carries the target."""
 
-    x: Tensor  # (N, T) context ids, some masked in the noisy view of a window run
+    x: Tensor  # (N, T) context ids, some masked in a window run
     y: Tensor  # (N, T) target ids
     levels: NoiseLevels | None
     clean_sigma: tuple[float, ...] | None  # sigma at which a block reads z = 0; None where no z takes part
@@ -109,10 +109,10 @@ class SpanLoss:
 def make_views(config: RunConfig, partition: Partition, x: Tensor, y: Tensor, seed: int) -> list[View]:
     """The views of a batch that carry loss, the one that is reported first."""
     objective = config.objective
-    views = []
+    views, x = [], _mask_window(config, x, seed)
     if objective.noisy:
         levels = draw_noise(config, partition, x.size(0), seed)
-        views.append(View(_mask_window(config, x, seed), y, levels, None, objective.denoise_weight))
+        views.append(View(x, y, levels, None, objective.denoise_weight))
     if objective.anchor_weight:
         sigma = partition.boundaries[:-1] if objective.noisy else None
         views.append(View(x, y, None, sigma, objective.anchor_weight))
@@ -120,13 +120,14 @@ def make_views(config: RunConfig, partition: Partition, x: Tensor, y: Tensor, se
 
 
 def _mask_window(config: RunConfig, x: Tensor, seed: int) -> Tensor:
-    """Hide the context of the last W positions of a share of the sequences."""
+    """Hide the context of the last positions of a share of the sequences: of 1 to W positions, so that a window may begin anywhere there."""
     objective = config.objective
     if not objective.window:
         return x
-    chosen = torch.rand(x.size(0), generator=generator(seed, "window")) < objective.window_share
-    hidden = torch.zeros(x.shape, dtype=torch.bool)
-    hidden[chosen, -objective.window :] = True
+    g = generator(seed, "window")
+    chosen = torch.rand(x.size(0), generator=g) < objective.window_share
+    widths = torch.randint(1, objective.window + 1, (x.size(0),), generator=g) * chosen
+    hidden = torch.arange(x.size(1)) >= x.size(1) - widths[:, None]  # (N, T)
     return x.masked_fill(hidden.to(x.device), MASK_ID)
 
 
