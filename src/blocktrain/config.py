@@ -156,9 +156,9 @@ class ObjectiveConfig(Section):
     window: int = Field(
         default=0,
         ge=0,
-        description="W: up to W last positions of some sequences see a mask id for their context, so that a sweep may give W + 1 bytes; 0 is off",
+        description="W: in some sequences 1 to W of every 2 W positions see a mask id for their context, for sweeps of W + 1 bytes; 0 is off",
     )
-    window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences whose last positions are masked")
+    window_share: float = Field(default=0.5, gt=0, le=1, description="share of the training sequences in which positions are masked")
 
     @model_validator(mode="after")
     def check(self) -> ObjectiveConfig:
@@ -370,7 +370,7 @@ class RunConfig(Section):
             if fields["model"][name] == then:
                 del fields["model"][name]
         if self.objective.window:
-            fields["objective"]["window"] = f"1 to {self.objective.window}"  # they were all of one width once, and in the noisy view alone
+            fields["objective"]["window"] = f"1 to {self.objective.window}"  # once all of one width, at the end and in the noisy view alone
         fields["train"]["samples"] = "own"
         if not self.own_samples:
             del fields["train"]["samples"]

@@ -325,10 +325,11 @@ def test_window_masks_context_but_never_the_target():
     noisy, clean = make_views(config, make_partition(config.noise, 3), batch[:, :-1], batch[:, 1:], 1)
     masked = (noisy.x == 256).any(1)
     assert 0.25 < masked.float().mean() < 0.75
-    widths = (noisy.x == 256).sum(1)
+    cells = noisy.x.reshape(-1, 16)  # two in each sequence of 32 positions
+    widths = (cells == 256).sum(1)
     assert set(widths.tolist()) == set(range(9)), "from none to all eight"
-    for row, width in zip(noisy.x, widths.tolist(), strict=True):
-        assert (row[len(row) - width :] == 256).all(), "the last positions and no others"
+    for row, width in zip(cells, widths.tolist(), strict=True):
+        assert (row[16 - width :] == 256).all(), "the last positions of each cell and no others"
     assert torch.equal(noisy.y, batch[:, 1:])
     assert torch.equal(clean.x, noisy.x)  # a sweep starts without z and masked
 

@@ -120,14 +120,18 @@ def make_views(config: RunConfig, partition: Partition, x: Tensor, y: Tensor, se
 
 
 def _mask_window(config: RunConfig, x: Tensor, seed: int) -> Tensor:
-    """Hide the context of the last positions of a share of the sequences: of 1 to W positions, so that a window may begin anywhere there."""
+    """Hide the context of 1 to W positions at the end of every 2 W, in a share of the sequences: windows that begin anywhere, as many as fit.
+
+    What follows a window in its sequence sees a hole in its context. A sweep never does, but one window a sequence is too few to learn from.
+    """
     objective = config.objective
     if not objective.window:
         return x
     g = generator(seed, "window")
     chosen = torch.rand(x.size(0), generator=g) < objective.window_share
-    widths = torch.randint(1, objective.window + 1, (x.size(0),), generator=g) * chosen
-    hidden = torch.arange(x.size(1)) >= x.size(1) - widths[:, None]  # (N, T)
+    from_end = torch.arange(x.size(1) - 1, -1, -1)  # (T,)
+    widths = torch.randint(1, objective.window + 1, (x.size(0), x.size(1)), generator=g) * chosen[:, None]
+    hidden = from_end % (2 * objective.window) < widths[:, from_end // (2 * objective.window)]  # (N, T)
     return x.masked_fill(hidden.to(x.device), MASK_ID)
 
 
