@@ -16,7 +16,7 @@ Fields = dict[str, Any]
 
 PAPER: Fields = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
 DEFAULT: Fields = {"input": "independent", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero", "combine": "mean"}
-WINDOW: Fields = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "weighting": "none", "start": "zero"}  # that a sweep can write with
+WINDOW: Fields = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "weighting": "none", "start": "zero"}  # that sweeps as the paper does
 
 # The shape of the runs of many workers on one machine's cores: three small blocks, and rates that suit two replicas (docs/experiments.md).
 SMALL: Fields = {"blocks": 3, "layers_per_block": 2, "width": 64, "heads": 2, "positions": 128, "embed_dim": 64}
