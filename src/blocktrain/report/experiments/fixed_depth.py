@@ -1,4 +1,4 @@
-"""Fixed depth: the same L layers cut into L blocks of one, ..., one block of L. How many layers must a block have?
+"""Fixed depth: the same L layers cut into many small blocks, ..., one block of L. How many layers must a block have?
 
 At one block nothing is composed: our default is then end-to-end training, the paper's recipe one denoiser. The reference is that of the long run, the
 same layers cut as the preset has them; the cut decides only where gains stand.
