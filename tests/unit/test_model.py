@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from blocktrain.config import ORDINARY, ModelConfig
 from blocktrain.errors import CheckpointError
-from blocktrain.model.layers import ShortConvolution, rotary_table, rotate
+from blocktrain.model.fused import gate_project, mixed, norm_rotate, project, rotate, square_project
+from blocktrain.model.layers import rotary_table
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
 from blocktrain.training.checkpoint import load_module
@@ -35,20 +37,20 @@ def test_a_fresh_block_is_the_identity():
 @pytest.mark.parametrize("chunks", [[16], [1] * 16, [5, 1, 10]])
 def test_remembered_steps_equal_the_whole_pass(mlp: str, chunks: list[int]):
     block = scrambled(mlp, private=1).block(0)
-    memory = BlockMemory(block.config, 1)
+    memory, head = BlockMemory(block.config, 1), torch.nn.Linear(32, 256, bias=False)
     x, noise = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(2)), torch.randn(1, 1, 8)
-    states, features, position = [], [], 0
+    states, logits, position = [], [], 0
     for part in x.split(chunks, dim=1):
         count = part.size(1)
         rows = torch.cat((part, torch.zeros(1, TILE - count, 32)), dim=1)
         tile = BlockTile([Segment(memory, position, 0, count)], x.device)
         state = block(rows, noise, tile)
         states.append(state[:, :count])
-        features.append(block.features(state, noise, tile)[:, :count])
+        logits.append(block.read(head, state, noise, tile)[:, :count])
         position += count
     whole = block(x, noise)
     assert torch.allclose(torch.cat(states, dim=1), whole, atol=1e-5)
-    assert torch.allclose(torch.cat(features, dim=1), block.features(whole, noise), atol=1e-5)
+    assert torch.allclose(torch.cat(logits, dim=1), block.read(head, whole, noise), atol=1e-5)
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -114,17 +116,37 @@ def test_layer_flops_count_two_per_weight_and_causal_attention():
     assert layer_flops(narrow) == 2 * (4 * width * 12 + 2 * width * hidden) + 2 * 12 * t
 
 
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).requires_grad_()
+
+
 @pytest.mark.parametrize("positions", [1, 3, 7])
-def test_a_short_convolution_is_the_sum_it_says_and_its_gradient_is_exact(positions: int):
-    layer = ShortConvolution(SHAPE.model_copy(update={"short_conv": 3, "width": 4})).double()
-    g = torch.Generator().manual_seed(0)
-    h = torch.randn(2, positions, 4, generator=g, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(layer(h, None, 0), h), "it starts as the identity"
-    with torch.no_grad():
-        layer.taps.copy_(torch.randn(3, 4, generator=g))
-    wanted = [sum((h[:, t - k] * layer.taps[k - 1] for k in range(1, 4) if t >= k), h[:, t]) for t in range(positions)]
-    assert torch.allclose(layer(h, None, 0), torch.stack(wanted, 1))
-    assert torch.autograd.gradcheck(lambda h, taps: torch.func.functional_call(layer, {"taps": taps}, (h, None, 0)), (h, layer.taps))
+def test_a_short_convolution_is_the_sum_it_says(positions: int):
+    h, taps = drawn(2, positions, 4), drawn(3, 4)
+    assert torch.equal(mixed(h, torch.zeros_like(taps)), h)
+    wanted = [sum((h[:, t - k] * taps[k - 1] for k in range(1, 4) if t >= k), h[:, t]) for t in range(positions)]
+    assert torch.allclose(mixed(h, taps), torch.stack(wanted, 1))
+
+
+@pytest.mark.parametrize("positions", [1, 5])
+@pytest.mark.parametrize("modulation", [(4,), (2, 1, 4)])
+def test_what_is_computed_again_has_the_gradients_of_the_plain_expressions(positions: int, modulation: tuple[int, ...]):
+    """Each function of model/fused.py: its value is the plain expression's, its gradient that of finite differences in float64."""
+    x, gain, shift, taps, wide, narrow = drawn(2, positions, 4), drawn(*modulation), drawn(*modulation), drawn(3, 4), drawn(6, 4), drawn(3, 4)
+    normed = F.rms_norm(x, (4,), eps=1e-6)
+    for args in ((gain, shift, taps), (gain, None, taps), (gain, shift, None), (gain, None, None)):
+        read = mixed(normed * gain if args[1] is None else normed * gain + shift, args[2])
+        got = project(x, *args, wide, narrow)
+        assert all(torch.allclose(one, read @ w.T) for one, w in zip(got, (wide, narrow), strict=True))
+        assert torch.autograd.gradcheck(project, (x, *args, wide, narrow))
+    q, (cos, sin) = drawn(2, 3, positions, 4), (table.double() for table in rotary_table(positions, 4))
+    assert torch.allclose(norm_rotate(q, cos, sin), rotate(F.rms_norm(q, (4,), eps=1e-6), cos, sin))
+    assert torch.autograd.gradcheck(norm_rotate, (q, cos, sin))
+    gate, up, down = drawn(2, positions, 5), drawn(2, 5, positions).transpose(1, 2), drawn(4, 5)
+    assert torch.allclose(square_project(up, down), up.relu().square() @ down.T)
+    assert torch.autograd.gradcheck(square_project, (up, down))
+    assert torch.allclose(gate_project(gate, up, down), (F.silu(gate) * up) @ down.T)
+    assert torch.autograd.gradcheck(gate_project, (gate, up, down))
 
 
 def test_taps_are_no_hidden_matrices_and_cost_what_is_counted():

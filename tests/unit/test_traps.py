@@ -260,7 +260,7 @@ def test_end_to_end_is_the_span_over_all_blocks():
     state = stack.interface.tokens(batch[:, :-1])
     for b in range(3):
         state = stack.block(b)(state, None)
-    logits = stack.interface.head(stack.block(2).features(state, None))
+    logits = stack.block(2).read(stack.interface.head, state, None)
     F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
     assert torch.allclose(got, stack.block(0).layers[0].attention.query.weight.grad, atol=1e-7)
 

@@ -10,13 +10,12 @@ at zero, so a fresh layer is the identity. Left out: biases in matrices, dropout
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
+from blocktrain.model.fused import gate_project, norm_rotate, project, rms_norm, square_project
 from blocktrain.model.memory import LayerTile
 
 
@@ -25,16 +24,6 @@ def rotary_table(positions: int, width: int, device: torch.device | None = None)
     frequency = 10000.0 ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angle = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequency
     return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels by its position's angle: x (N, H, T, K), cos and sin (T, K / 2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
-
-
-def rms_norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 
 class Attention(nn.Module):
@@ -48,10 +37,16 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.attention_width, bias=False)
         self.out = nn.Linear(config.attention_width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, tile: LayerTile | None = None) -> Tensor:
-        n, t, _ = x.shape
-        q, k, v = (layer(x).view(n, t, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))  # (N, H, T, K)
-        q, k = rotate(rms_norm(q), cos, sin), rotate(rms_norm(k), cos, sin)
+    @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """The matrices that read the stream."""
+        return self.query.weight, self.key.weight, self.value.weight
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, tile: LayerTile | None = None) -> Tensor:
+        """What the entries gave, (N, T, H K) each -> (N, T, D)."""
+        n, t, _ = q.shape
+        q, k, v = (x.view(n, t, self.heads, -1).transpose(1, 2) for x in (q, k, v))  # (N, H, T, K)
+        q, k = norm_rotate(q, cos, sin), norm_rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if tile is None else tile.attend(q, k, v)
         return self.out(y.transpose(1, 2).reshape(n, t, -1))
 
@@ -65,30 +60,18 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(config.width, config.mlp_hidden, bias=False) if config.mlp == "swiglu" else None
         self.down = nn.Linear(config.mlp_hidden, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.up(x)).square() if self.gate is None else F.silu(self.gate(x)) * self.up(x)
-        return self.down(hidden)
+    @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """The matrices that read the stream."""
+        return (self.up.weight,) if self.gate is None else (self.gate.weight, self.up.weight)
 
-
-class _Mix(torch.autograd.Function):
-    """h_t + sum over k of taps_k * h_(t - k). Written out, since autograd would keep a shifted copy of h for each tap."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, taps: Tensor) -> Tensor:
-        ctx.save_for_backward(h, taps)
-        out = h.clone()
-        for k, tap in enumerate(taps, 1):
-            out[:, k:] += h[:, :-k] * tap
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (grad,), (h, taps) = grads, ctx.saved_tensors
-        back, by_tap = grad.clone(), torch.zeros_like(taps)
-        for k, tap in enumerate(taps, 1):
-            back[:, :-k] += grad[:, k:] * tap
-            by_tap[k - 1] = (grad[:, k:] * h[:, :-k]).sum((0, 1))
-        return back, by_tap
+    def forward(self, *entered: Tensor) -> Tensor:
+        """What the entries gave, (N, T, F) each -> (N, T, D)."""
+        if self.gate is None:
+            (up,) = entered
+            return square_project(up, self.down.weight)
+        gate, up = entered
+        return gate_project(gate, up, self.down.weight)
 
 
 class ShortConvolution(nn.Module):
@@ -98,11 +81,8 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.taps = nn.Parameter(torch.zeros(config.short_conv, config.width))
 
-    def forward(self, h: Tensor, tile: LayerTile | None, site: int) -> Tensor:
-        """h (N, T, D) -> (N, T, D). With a tile, `site` tells the convolutions of a layer apart."""
-        if tile is None:
-            taps = self.taps[: h.size(1) - 1]  # those beyond the first position have nothing to mix in
-            return _Mix.apply(h, taps) if len(taps) else h  # type: ignore[return-value]
+    def forward(self, h: Tensor, tile: LayerTile, site: int) -> Tensor:
+        """h (1, R, D) of a tile -> (1, R, D). `site` tells the convolutions of a layer apart."""
         past = tile.past(site, h, len(self.taps))
         for k, tap in enumerate(self.taps, 1):
             h = h + past[k - 1] * tap
@@ -146,8 +126,19 @@ class TransformerLayer(nn.Module):
         """x (N, T, D), noise (N, 1 or T, C) or None where no noise level takes part -> (N, T, D)."""
         modulation = self.modulation.bias if noise is None else self.modulation(noise)
         scale_a, shift_a, scale_f, shift_f = modulation.chunk(4, dim=-1)
-        x = x + self.attention(self._mixed(rms_norm(x) * (1 + scale_a) + shift_a, tile, 0), cos, sin, tile)
-        return x + self.feed_forward(self._mixed(rms_norm(x) * (1 + scale_f) + shift_f, tile, 1))
+        x = x + self.attention(*self._entered(x, 1 + scale_a, shift_a, self.attention.entries, tile, 0), cos, sin, tile)
+        return x + self.feed_forward(*self._entered(x, 1 + scale_f, shift_f, self.feed_forward.entries, tile, 1))
 
-    def _mixed(self, h: Tensor, tile: LayerTile | None, site: int) -> Tensor:
-        return self.convolutions[site](h, tile, site) if self.convolutions else h
+    @property
+    def _taps(self) -> list[Tensor] | list[None]:
+        """Of both sub-layers."""
+        return [convolution.taps for convolution in self.convolutions if isinstance(convolution, ShortConvolution)] or [None, None]
+
+    def _entered(self, x: Tensor, gain: Tensor, shift: Tensor, matrices: tuple[Tensor, ...], tile: LayerTile | None, site: int) -> tuple[Tensor, ...]:
+        """The stream as a sub-layer reads it, times the matrices that read it."""
+        if tile is None:
+            return project(x, gain, shift, self._taps[site], *matrices)
+        read = rms_norm(x) * gain + shift
+        if self.convolutions:
+            read = self.convolutions[site](read, tile, site)
+        return tuple(F.linear(read, matrix) for matrix in matrices)

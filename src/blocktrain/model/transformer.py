@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from blocktrain.config import ModelConfig, RunConfig
-from blocktrain.model.layers import TransformerLayer, leave_out, rms_norm, rotary_table
+from blocktrain.model.fused import project, rms_norm
+from blocktrain.model.layers import TransformerLayer, leave_out, rotary_table
 from blocktrain.model.memory import BlockMemory, BlockTile, LayerTile
 from blocktrain.seeding import fold
 
@@ -92,9 +93,12 @@ class DenoisingBlock(nn.Module):
         """state (N, T, D) in, state (N, T, D) out: what the next block is handed. With a tile, (1, TILE, D) rows of texts that are remembered."""
         return self._run(self.layers, state, noise, tile, tile and tile.layers)
 
-    def features(self, state: Tensor, noise: Tensor | None, tile: BlockTile | None = None) -> Tensor:
-        """What the head reads: the block's own state through its private layers, normalised. (N, T, D) -> (N, T, D)."""
-        return rms_norm(self._run(self.private, state, noise, tile, tile and tile.private)) * self.out_gain
+    def read(self, head: nn.Linear, state: Tensor, noise: Tensor | None, tile: BlockTile | None = None) -> Tensor:
+        """What a head says of the block's own state (N, T, D), through its private layers and normalised: (N, T, rows of the head)."""
+        state = self._run(self.private, state, noise, tile, tile and tile.private)
+        if tile is None:
+            return project(state, self.out_gain, None, None, head.weight)[0]
+        return head(rms_norm(state) * self.out_gain)
 
     def _run(
         self, layers: Iterable[nn.Module], x: Tensor, noise: Tensor | None, tile: BlockTile | None, attention: Sequence[LayerTile] | None

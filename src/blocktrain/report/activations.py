@@ -31,7 +31,7 @@ class Precision:
     moments: int
     stream: int  # residual stream, and what a norm reads and gives
     compute: int  # what matrix products and attention read and give
-    casts: bool  # autocast: every matrix product keeps a cast copy of its weights and its own cast of its input
+    casts: bool  # autocast: plain matrix products (not those of model/fused.py) keep a cast copy of their weights
     meaning: str
 
 
@@ -48,42 +48,23 @@ def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision)
     rows = batch * model.positions  # M
     d, f, h = rows * model.width, rows * model.mlp_hidden, rows * model.heads  # M D, M F, M H
     a = rows * model.attention_width
-    gated = model.mlp == "swiglu"
     return {
-        # x + attention(rms_norm(x) * (1 + scale) + shift)
+        # what norm, modulation, short convolution and products are made from again (model/fused.py)
         "attention: stream": d * p.stream,
-        "attention: normalised stream": d * p.stream + rows * FLOAT32,
-        "attention: modulated stream, read by q, k, v": d * p.compute * (3 if p.casts else 1),
-        "attention: q, k before their norms": 2 * (a * p.stream + h * FLOAT32),
-        "attention: q, k, v": 3 * a * p.compute,
+        "attention: q, k, v; norms of q, k": 3 * a * p.compute + 2 * h * FLOAT32,
         "attention: result by heads, log-sum": a * p.compute + h * FLOAT32,
         "attention: result by rows, read by out": a * p.compute,
-        # x + feed_forward(rms_norm(x) * (1 + scale) + shift)
         "feed-forward: stream": d * p.stream,
-        "feed-forward: normalised stream": d * p.stream + rows * FLOAT32,
-        "feed-forward: modulated stream, read by up (and gate)": d * p.compute * (2 if p.casts and gated else 1),
-        # relu(up) and its square; or gate, silu(gate), up and their product
-        "feed-forward: hidden": (4 if gated else 2) * f * p.compute,
-        # what the short convolutions read
-        "short convolutions: modulated streams": 2 * d * p.stream if model.short_conv else 0,
-        # 1 + scale of both sub-layers: per sample where the noise level sets it, else per channel
-        "modulation: gains": 2 * model.width * (batch * p.compute if noisy else p.stream),
+        "feed-forward: hidden": (2 if model.mlp == "swiglu" else 1) * f * p.compute,
+        # 1 + scale of both sub-layers, and where the noise level sets them, per sample, also what the shifts are a part of
+        "modulation": 6 * model.width * batch * p.compute if noisy else 2 * model.width * p.stream,
     }
 
 
 def layer_copies(model: ModelConfig, noisy: bool, p: Precision) -> int:
-    """Bytes of the cast copies of one layer's matrices, made once per step."""
+    """Bytes of the cast copies of one layer's matrices that are kept: made once per step."""
     modulation = 4 * model.noise_dim * model.width if noisy else 0
-    return (model.layer_matrices + modulation) * p.compute if p.casts else 0
-
-
-def readout_activations(model: ModelConfig, batch: int, p: Precision) -> dict[str, int]:
-    """Bytes saved by rms_norm(x) * out_gain in front of the head, in one pass."""
-    rows = batch * model.positions
-    return {
-        "read-out: stream": rows * model.width * p.stream,
-        "read-out: normalised stream": rows * model.width * p.stream + rows * FLOAT32,
-    }
+    return (model.attention_width * model.width + modulation) * p.compute if p.casts else 0
 
 
 def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clean: bool, p: Precision) -> dict[str, int]:
@@ -93,10 +74,7 @@ def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clea
     """
     model, batch = config.model, config.train.batch_size
     rows, mse = batch * model.positions, config.objective.loss == "embedding_mse"
-    lines = {
-        "head: features": rows * model.width * p.compute,
-        "head: log-softmax": rows * VOCABULARY * FLOAT32,
-    }
+    lines = {"head: log-softmax": rows * VOCABULARY * FLOAT32}
     if noisy:
         lines["entry: c_in z"] = span_blocks * rows * model.embed_dim * p.compute
         lines["entry: noise level before and after SiLU"] = span_blocks * 3 * batch * model.noise_dim * p.compute
@@ -110,10 +88,8 @@ def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clea
 
 
 def interface_copies(config: RunConfig, noisy: bool, p: Precision) -> int:
-    """Bytes of the cast copies of the interface's matrices, made once per step."""
-    model = config.model
-    head = model.width * (model.embed_dim if config.objective.loss == "embedding_mse" else VOCABULARY)
-    return (head + (model.embed_dim * model.width if noisy else 0)) * p.compute if p.casts else 0
+    """Bytes of the cast copy of the interface's matrix for z, made once per step."""
+    return config.model.embed_dim * config.model.width * p.compute if noisy and p.casts else 0
 
 
 def span_activations(config: RunConfig, span: Span, p: Precision) -> tuple[int, int]:
@@ -123,10 +99,7 @@ def span_activations(config: RunConfig, span: Span, p: Precision) -> tuple[int, 
     layers = num_blocks * model.layers_per_block + (objective.private_layers if span[1] < model.blocks else 0)
     clean = ([False] if noisy else []) + ([True] if objective.anchor_weight else [])
     layer = sum(layer_activations(model, batch, noisy, p).values())
-    readout = readout_activations(model, batch, p)
-    # A detached state without z on it needs no gradient, so the first norm keeps nothing of it.
-    detached = objective.input == "upstream" and span[0] > 0 and not noisy
-    unkept = readout["read-out: stream"] + batch * model.positions * FLOAT32 if detached else 0
-    blocks = len(clean) * (layers * layer + sum(readout.values()) - unkept) + layers * layer_copies(model, noisy, p)
+    read_out = batch * model.positions * model.width * p.stream  # the stream
+    blocks = len(clean) * (layers * layer + read_out) + layers * layer_copies(model, noisy, p)
     passes = sum(sum(interface_activations(config, num_blocks, noisy, c, p).values()) for c in clean)
     return passes + interface_copies(config, noisy, p), blocks

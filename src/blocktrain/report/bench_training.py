@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from blocktrain.config import RunConfig, make_config, reference_config
 from blocktrain.diffusion.noise import make_partition
-from blocktrain.model.layers import rms_norm
 from blocktrain.model.transformer import VOCABULARY, BlockStack
 from blocktrain.report.accounting import span_holding
 from blocktrain.report.activations import PRECISIONS
@@ -89,7 +88,7 @@ class PlainLoop:
             for block in self.blocks:
                 for layer in block.layers:
                     state = layer(state, None, block.cos, block.sin)
-            logits = self.stack.interface.head(rms_norm(state) * self.blocks[-1].out_gain)  # (N, T, V)
+            logits = self.blocks[-1].read(self.stack.interface.head, state, None)  # (N, T, V)
             loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
         loss.backward()
         if self.config.train.clip_norm:

@@ -68,12 +68,12 @@ def read_out(
     tile: BlockTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Logits (N, T, V) and, for embedding_mse, the denoised embedding (N, T, E) of a block whose state is known."""
-    features = stack.block(block).features(state, noise, tile)
+    read = stack.block(block).read
     if config.objective.loss == "cross_entropy":
-        return stack.interface.head(features).float(), None
+        return read(stack.interface.head, state, noise, tile).float(), None
     assert z is not None and sigma is not None, "embedding_mse is refused without the noisy target"
     column, data = sigma.view(-1, 1, 1), config.noise.sigma_data
-    denoised = c_skip(column, data) * z + c_out(column, data) * stack.interface.denoised(features).float()
+    denoised = c_skip(column, data) * z + c_out(column, data) * read(stack.interface.denoised, state, noise, tile).float()
     # Sharpness is the one number that turns an embedding into logits; it must not reach back into the embedding.
     logits = denoised.detach() @ stack.interface.target_embeddings().detach().T * stack.interface.log_sharpness.exp()
     return logits, denoised

@@ -1,0 +1,161 @@
+"""Matrix products with what comes right before them, which keep little for the backward pass and compute the rest again.
+
+N batch, T positions, D width, F feed-forward width, H heads, K channels of a head.
+
+Autograd would keep every step between two matrix products: of one sub-layer the normalised stream, the modulated one and what the short convolution
+makes of it, beside the stream that they all follow from. They cost a few operations a number, so the functions here make them anew. No matrix product
+is computed twice. Gradients are those of the plain expressions, up to rounding; there are no second derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+EPS = 1e-6  # of every norm
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),), eps=EPS)
+
+
+def _rstd(x: Tensor) -> Tensor:
+    """1 / the root mean square of each row, float32 or finer."""
+    return (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        .square_()
+        .div_(x.size(-1))
+        .add_(EPS)
+        .rsqrt_()
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels by its position's angle: x (N, H, T, K), cos and sin (T, K / 2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+def mixed(h: Tensor, taps: Tensor | None) -> Tensor:
+    """h_t + sum over k of taps_k * h_(t - k): h (N, T, D), taps (K, D) -> (N, T, D)."""
+    if taps is None or not len(taps):
+        return h
+    out = h.clone()
+    for k, tap in enumerate(taps[: h.size(1) - 1], 1):
+        out[:, k:].addcmul_(h[:, :-k], tap)
+    return out
+
+
+def _modulated(n: Tensor, gain: Tensor, shift: Tensor | None) -> Tensor:
+    return n * gain if shift is None else torch.addcmul(shift, n, gain)
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor | None, taps: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, gain, shift, taps, *weights)
+        read = mixed(_modulated(rms_norm(x), gain, shift), taps)
+        return tuple(F.linear(read, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gain, shift, taps, *weights = ctx.saved_tensors
+        rstd = _rstd(x)
+        n = x * rstd
+        h = _modulated(n, gain, shift)
+        rows, read = [grad.flatten(0, -2) for grad in grads], mixed(h, taps).flatten(0, -2)
+        by_weight = [(grad.T @ read.to(grad.dtype)).to(weight.dtype) for grad, weight in zip(rows, weights, strict=True)]
+        back = rows[0] @ weights[0].to(rows[0].dtype)  # gradient of what the products read
+        for grad, weight in zip(rows[1:], weights[1:], strict=True):
+            back = back.addmm_(grad, weight.to(grad.dtype))
+        back, by_taps = back.view_as(x).to(x.dtype), None
+        if taps is not None:
+            by_taps, after = torch.zeros_like(taps), back
+            back = back.clone()
+            for k, tap in enumerate(taps[: x.size(1) - 1], 1):
+                back[:, :-k].addcmul_(after[:, k:], tap)
+                by_taps[k - 1] = (after[:, k:] * h[:, :-k]).sum((0, 1))
+        by_shift = None if shift is None else back.sum_to_size(shift.shape).to(shift.dtype)
+        along = back * n
+        by_gain = along.sum_to_size(gain.shape).to(gain.dtype)
+        along = (along * gain).mean(-1, keepdim=True)
+        by_x = (back * gain).addcmul_(n, along, value=-1).mul_(rstd)
+        return by_x, by_gain, by_shift, by_taps, *by_weight
+
+
+def project(x: Tensor, gain: Tensor, shift: Tensor | None, taps: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
+    """mixed(rms_norm(x) * gain + shift, taps) times each of the matrices; keeps x alone.
+
+    x (N, T, D), gain and shift broadcast to it, taps (K, D), weights (F_i, D) -> (N, T, F_i) each.
+    """
+    return _Project.apply(x, gain, shift, taps, *weights)  # type: ignore[return-value]
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = rotate(rms_norm(x), cos, sin).to(x.dtype)
+        ctx.save_for_backward(out, _rstd(x), cos, sin)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,), (out, rstd, cos, sin) = grads, ctx.saved_tensors
+        # A rotation keeps lengths and angles: the norm's gradient is taken of what was turned, and turned back.
+        g = (grad - out * (grad * out).mean(-1, keepdim=True)) * rstd
+        return rotate(g, cos, -sin).to(grad.dtype), None, None
+
+
+def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """rotate(rms_norm(x), cos, sin), x (N, H, T, K); keeps the result, which attention keeps too, and one number a row."""
+    return _NormRotate.apply(x, cos, sin)  # type: ignore[return-value]
+
+
+class _SquareProject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(up, weight)
+        return F.linear(F.relu(up).square_(), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,), (up, weight) = grads, ctx.saved_tensors
+        rows, positive = grad.flatten(0, -2), F.relu(up)
+        by_weight = rows.T @ positive.square().flatten(0, -2).to(grad.dtype)
+        by_hidden = (rows @ weight.to(grad.dtype)).view_as(up)
+        return by_hidden.mul_(positive.mul_(2)), by_weight.to(weight.dtype)
+
+
+def square_project(up: Tensor, weight: Tensor) -> Tensor:
+    """relu(up)^2 times a matrix: up (N, T, F), weight (D, F) -> (N, T, D); keeps `up` alone."""
+    return _SquareProject.apply(up, weight)  # type: ignore[return-value]
+
+
+class _GateProject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(F.silu(gate).mul_(up), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,), (gate, up, weight) = grads, ctx.saved_tensors
+        rows, open_ = grad.flatten(0, -2), torch.sigmoid(gate)
+        soft = gate * open_
+        by_weight = rows.T @ (soft * up).flatten(0, -2).to(grad.dtype)
+        by_hidden = (rows @ weight.to(grad.dtype)).view_as(up)
+        by_gate = by_hidden * up * open_.mul_(1 + gate - soft)
+        return by_gate, by_hidden.mul_(soft), by_weight.to(weight.dtype)
+
+
+def gate_project(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up times a matrix: gate and up (N, T, F), weight (D, F) -> (N, T, D); keeps gate and up."""
+    return _GateProject.apply(gate, up, weight)  # type: ignore[return-value]
