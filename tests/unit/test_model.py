@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from blocktrain.config import ORDINARY, ModelConfig
 from blocktrain.errors import CheckpointError
-from blocktrain.model.fused import gate_project, mixed, norm_rotate, project, rotate, square_project
+from blocktrain.model.fused import LOGITS, gate_project, head_loss, mixed, norm_rotate, project, rotate, square_project
 from blocktrain.model.layers import rotary_table
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
@@ -147,6 +147,22 @@ def test_what_is_computed_again_has_the_gradients_of_the_plain_expressions(posit
     assert torch.autograd.gradcheck(square_project, (up, down))
     assert torch.allclose(gate_project(gate, up, down), (F.silu(gate) * up) @ down.T)
     assert torch.autograd.gradcheck(gate_project, (gate, up, down))
+
+
+@pytest.mark.parametrize("logits", [7, 20, 1 << 18])
+def test_the_loss_of_a_head_that_is_never_whole_is_the_plain_one(logits: int, monkeypatch: pytest.MonkeyPatch):
+    """Values and gradients, with one row, a few rows and all rows of logits at a time."""
+    monkeypatch.setitem(LOGITS, "cpu", logits)
+    x, gain, head, weight = drawn(2, 5, 4), drawn(4), drawn(7, 4), torch.tensor([0.5, 3.0], dtype=torch.float64)
+    y = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
+    wanted = F.cross_entropy(((F.rms_norm(x, (4,), eps=1e-6) * gain) @ head.T).flatten(0, 1), y.flatten(), reduction="none").view(2, 5).mean(1)
+    loss, ce = head_loss(x, gain, head, y, weight)
+    assert torch.allclose(ce, wanted)
+    assert torch.allclose(loss, (weight * wanted).mean())
+    assert not ce.requires_grad
+    assert torch.autograd.gradcheck(lambda *args: head_loss(*args, y, weight)[0], (x, gain, head))
+    with torch.no_grad():
+        assert torch.equal(head_loss(x, gain, head, y, weight)[1], ce)
 
 
 def test_taps_are_no_hidden_matrices_and_cost_what_is_counted():

@@ -50,6 +50,12 @@ def mixed(h: Tensor, taps: Tensor | None) -> Tensor:
     return out
 
 
+def _norm_gradient(back: Tensor, x: Tensor, n: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rms_norm(x) * gain, given that of the product and n = rms_norm(x): (that of x, that of gain before it is summed)."""
+    along = back * n
+    return (back * gain).addcmul_(n, (along * gain).mean(-1, keepdim=True), value=-1).mul_(_rstd(x)), along
+
+
 def _modulated(n: Tensor, gain: Tensor, shift: Tensor | None) -> Tensor:
     return n * gain if shift is None else torch.addcmul(shift, n, gain)
 
@@ -65,8 +71,7 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gain, shift, taps, *weights = ctx.saved_tensors
-        rstd = _rstd(x)
-        n = x * rstd
+        n = x * _rstd(x)
         h = _modulated(n, gain, shift)
         rows, read = [grad.flatten(0, -2) for grad in grads], mixed(h, taps).flatten(0, -2)
         by_weight = [(grad.T @ read.to(grad.dtype)).to(weight.dtype) for grad, weight in zip(rows, weights, strict=True)]
@@ -81,10 +86,8 @@ class _Project(torch.autograd.Function):
                 back[:, :-k].addcmul_(after[:, k:], tap)
                 by_taps[k - 1] = (after[:, k:] * h[:, :-k]).sum((0, 1))
         by_shift = None if shift is None else back.sum_to_size(shift.shape).to(shift.dtype)
-        along = back * n
+        by_x, along = _norm_gradient(back, x, n, gain)
         by_gain = along.sum_to_size(gain.shape).to(gain.dtype)
-        along = (along * gain).mean(-1, keepdim=True)
-        by_x = (back * gain).addcmul_(n, along, value=-1).mul_(rstd)
         return by_x, by_gain, by_shift, by_taps, *by_weight
 
 
@@ -159,3 +162,49 @@ class _GateProject(torch.autograd.Function):
 def gate_project(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up times a matrix: gate and up (N, T, F), weight (D, F) -> (N, T, D); keeps gate and up."""
     return _GateProject.apply(gate, up, weight)  # type: ignore[return-value]
+
+
+LOGITS = {"cpu": 1 << 18}  # that are there at once: what fits a cache
+LOGITS_ELSEWHERE = 1 << 22  # few launches
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, head: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        rows, ids, shares = x.flatten(0, 1), y.flatten(), share.repeat_interleave(y.size(1))
+        ce, by_x, by_gain, by_head = torch.empty_like(shares), torch.empty_like(rows), torch.zeros_like(gain), torch.zeros_like(head)
+        count = max(1, LOGITS.get(x.device.type, LOGITS_ELSEWHERE) // head.size(0))
+        for part in (slice(at, at + count) for at in range(0, len(rows), count)):
+            n = rms_norm(rows[part])
+            features = n * gain
+            logits = F.linear(features, head)
+            log_p = torch.log_softmax(logits.to(shares.dtype), dim=-1)
+            ce[part] = -log_p.gather(1, ids[part, None])[:, 0]
+            if not any(ctx.needs_input_grad):
+                continue
+            p = log_p.exp_()
+            p.scatter_add_(1, ids[part, None], torch.full_like(p[:, :1], -1))
+            p = p.mul_(shares[part, None]).to(logits.dtype)
+            by_head += p.T @ features.to(p.dtype)
+            back = (p @ head.to(p.dtype)).to(x.dtype)
+            by_x[part], along = _norm_gradient(back, rows[part], n, gain)
+            by_gain += along.sum(0)
+        ctx.save_for_backward(by_x.view_as(x), by_gain, by_head)
+        ce = ce.view_as(y)
+        mean = ce.mean(1)
+        ctx.mark_non_differentiable(mean)
+        return (ce * share[:, None]).sum(), mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *(kept * grads[0] for kept in ctx.saved_tensors), None, None
+
+
+def head_loss(x: Tensor, gain: Tensor, head: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over samples of weight * cross entropy of (rms_norm(x) * gain) times a head, and each sample's plain cross entropy, in nats.
+
+    x (N, T, D), gain (D), head (V, D), ids y (N, T), weight (N,) float32 -> scalar with a gradient, (N,) without. Logits exist for some rows at a
+    time, and the gradient is computed while they are there: what is kept is as large as x and the head.
+    """
+    return _HeadLoss.apply(x, gain, head, y, weight / y.numel())  # type: ignore[return-value]

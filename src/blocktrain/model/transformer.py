@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from blocktrain.config import ModelConfig, RunConfig
-from blocktrain.model.fused import project, rms_norm
+from blocktrain.model.fused import head_loss, project, rms_norm
 from blocktrain.model.layers import TransformerLayer, leave_out, rotary_table
 from blocktrain.model.memory import BlockMemory, BlockTile, LayerTile
 from blocktrain.seeding import fold
@@ -99,6 +99,10 @@ class DenoisingBlock(nn.Module):
         if tile is None:
             return project(state, self.out_gain, None, None, head.weight)[0]
         return head(rms_norm(state) * self.out_gain)
+
+    def loss(self, head: nn.Linear, state: Tensor, noise: Tensor | None, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted cross entropy of what `read` gives, without ever holding all of it: see `head_loss`."""
+        return head_loss(self._run(self.private, state, noise, None, None), self.out_gain, head.weight, y, weight)
 
     def _run(
         self, layers: Iterable[nn.Module], x: Tensor, noise: Tensor | None, tile: BlockTile | None, attention: Sequence[LayerTile] | None

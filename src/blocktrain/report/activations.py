@@ -74,13 +74,14 @@ def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clea
     """
     model, batch = config.model, config.train.batch_size
     rows, mse = batch * model.positions, config.objective.loss == "embedding_mse"
-    lines = {"head: log-softmax": rows * VOCABULARY * FLOAT32}
+    lines = {} if mse else {"head: its gradient": (VOCABULARY + 1) * model.width * p.weights}
     if noisy:
         lines["entry: c_in z"] = span_blocks * rows * model.embed_dim * p.compute
         lines["entry: noise level before and after SiLU"] = span_blocks * 3 * batch * model.noise_dim * p.compute
     if noisy and not clean:
         lines["entry: norms of the target table"] = span_blocks * 2 * VOCABULARY * FLOAT32
     if mse:
+        lines["head: log-softmax"] = rows * VOCABULARY * FLOAT32
         lines["head: logits before sharpness"] = rows * VOCABULARY * p.compute
     if mse and not clean:
         lines["loss: distance to the target"] = rows * model.embed_dim * FLOAT32
@@ -99,7 +100,7 @@ def span_activations(config: RunConfig, span: Span, p: Precision) -> tuple[int, 
     layers = num_blocks * model.layers_per_block + (objective.private_layers if span[1] < model.blocks else 0)
     clean = ([False] if noisy else []) + ([True] if objective.anchor_weight else [])
     layer = sum(layer_activations(model, batch, noisy, p).values())
-    read_out = batch * model.positions * model.width * p.stream  # the stream
+    read_out = batch * model.positions * model.width * p.stream  # the stream, or its gradient
     blocks = len(clean) * (layers * layer + read_out) + layers * layer_copies(model, noisy, p)
     passes = sum(sum(interface_activations(config, num_blocks, noisy, c, p).values()) for c in clean)
     return passes + interface_copies(config, noisy, p), blocks

@@ -166,18 +166,24 @@ class SpanObjective:
             if b == span[0] and self.config.objective.input == "upstream":
                 self._front[index] = (b + 1, state.detach())
         assert state is not None
+        weight, interface = self._weights(sigma if view.levels else None, view.y), self.stack.interface
+        if self.config.objective.loss == "cross_entropy":
+            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight)
+            return loss, ce, sigma if view.levels else None
         logits, denoised = read_out(self.stack, self.config, span[1] - 1, state, noise, z, sigma)
+        assert denoised is not None
         ce = F.cross_entropy(logits.flatten(0, 1), view.y.flatten(), reduction="none").view(view.y.shape).mean(1)  # (N,)
-        if view.levels is None or sigma is None:
+        if view.levels is None:
             return ce.mean(), ce, None
-        per_sample = ce
-        if denoised is not None:
-            target = self.stack.interface.target_embeddings().detach()[view.y]
-            # Cross entropy only tunes the sharpness here: the embedding it is computed from is detached.
-            per_sample = (denoised - target).square().sum(-1).mean(1)
-        weight = edm_weight(sigma, self.config.noise.sigma_data) if self.config.objective.weighting == "edm" else torch.ones_like(sigma)
-        loss = (weight * per_sample).mean()
-        return (loss + ce.mean() if denoised is not None else loss), ce, sigma
+        distance = (denoised - interface.target_embeddings().detach()[view.y]).square().sum(-1).mean(1)
+        # Cross entropy only tunes the sharpness here: the embedding it is computed from is detached.
+        return (weight * distance).mean() + ce.mean(), ce, sigma
+
+    def _weights(self, sigma: Tensor | None, y: Tensor) -> Tensor:
+        """What each sample's loss counts, (N,) float32: EDM's weight of its noise level, or 1."""
+        if sigma is None or self.config.objective.weighting != "edm":
+            return torch.ones(y.size(0), device=y.device)
+        return edm_weight(sigma, self.config.noise.sigma_data)
 
     def _state_before(self, index: int, view: View, block: int) -> Tensor | None:
         """The detached state in front of a block (None: the token embeddings), run forward without gradient as far as needed."""
