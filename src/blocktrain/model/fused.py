@@ -73,8 +73,9 @@ class _Project(torch.autograd.Function):
         x, gain, shift, taps, *weights = ctx.saved_tensors
         n = x * _rstd(x)
         h = _modulated(n, gain, shift)
-        rows, read = [grad.flatten(0, -2) for grad in grads], mixed(h, taps).flatten(0, -2)
-        by_weight = [(grad.T @ read.to(grad.dtype)).to(weight.dtype) for grad, weight in zip(rows, weights, strict=True)]
+        rows, read = [grad.flatten(0, -2) for grad in grads], mixed(h, taps).flatten(0, -2).to(grads[0].dtype)
+        by_weight = [(grad.T @ read).to(weight.dtype) for grad, weight in zip(rows, weights, strict=True)]
+        del read  # here and below: as little at a time as can be, since all layers before this one are still kept
         back = rows[0] @ weights[0].to(rows[0].dtype)  # gradient of what the products read
         for grad, weight in zip(rows[1:], weights[1:], strict=True):
             back = back.addmm_(grad, weight.to(grad.dtype))
@@ -85,6 +86,8 @@ class _Project(torch.autograd.Function):
             for k, tap in enumerate(taps[: x.size(1) - 1], 1):
                 back[:, :-k].addcmul_(after[:, k:], tap)
                 by_taps[k - 1] = (after[:, k:] * h[:, :-k]).sum((0, 1))
+            del after
+        del h
         by_shift = None if shift is None else back.sum_to_size(shift.shape).to(shift.dtype)
         by_x, along = _norm_gradient(back, x, n, gain)
         by_gain = along.sum_to_size(gain.shape).to(gain.dtype)
@@ -133,7 +136,7 @@ class _SquareProject(torch.autograd.Function):
         rows, positive = grad.flatten(0, -2), F.relu(up)
         by_weight = rows.T @ positive.square().flatten(0, -2).to(grad.dtype)
         by_hidden = (rows @ weight.to(grad.dtype)).view_as(up)
-        return by_hidden.mul_(positive.mul_(2)), by_weight.to(weight.dtype)
+        return by_hidden.mul_(positive).mul_(2), by_weight.to(weight.dtype)
 
 
 def square_project(up: Tensor, weight: Tensor) -> Tensor:
