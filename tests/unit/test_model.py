@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from blocktrain.config import ORDINARY, ModelConfig
 from blocktrain.errors import CheckpointError
-from blocktrain.model.fused import LOGITS, gate_project, head_loss, mixed, norm_rotate, project, rotate, square_project
+from blocktrain.model.fused import LOGITS, gate_project, head_loss, heads_project, mixed, norm_rotate, project, rotate, square_project
 from blocktrain.model.layers import rotary_table
 from blocktrain.model.memory import TILE, BlockMemory, BlockTile, Segment
 from blocktrain.model.transformer import BlockStack, layer_flops, parameter_count
@@ -17,8 +17,8 @@ from blocktrain.training.checkpoint import load_module
 SHAPE = ModelConfig(blocks=3, layers_per_block=2, width=32, heads=2, positions=16, embed_dim=8, noise_dim=8, **ORDINARY)
 
 
-def scrambled(mlp: str = "relu2", private: int = 0) -> BlockStack:
-    stack = BlockStack(SHAPE.model_copy(update={"mlp": mlp}), seed=0, private_layers=private)
+def scrambled(mlp: str = "relu2", private: int = 0, short_conv: int = 0) -> BlockStack:
+    stack = BlockStack(SHAPE.model_copy(update={"mlp": mlp, "short_conv": short_conv}), seed=0, private_layers=private)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in stack.parameters():
@@ -142,6 +142,9 @@ def test_what_is_computed_again_has_the_gradients_of_the_plain_expressions(posit
     q, (cos, sin) = drawn(2, 3, positions, 4), (table.double() for table in rotary_table(positions, 4))
     assert torch.allclose(norm_rotate(q, cos, sin), rotate(F.rms_norm(q, (4,), eps=1e-6), cos, sin))
     assert torch.autograd.gradcheck(norm_rotate, (q, cos, sin))
+    y, out = drawn(2, 3, positions, 4), drawn(5, 12)
+    assert torch.allclose(heads_project(y, out), y.transpose(1, 2).reshape(2, positions, 12) @ out.T)
+    assert torch.autograd.gradcheck(heads_project, (y, out))
     gate, up, down = drawn(2, positions, 5), drawn(2, 5, positions).transpose(1, 2), drawn(4, 5)
     assert torch.allclose(square_project(up, down), up.relu().square() @ down.T)
     assert torch.autograd.gradcheck(square_project, (up, down))
@@ -163,6 +166,27 @@ def test_the_loss_of_a_head_that_is_never_whole_is_the_plain_one(logits: int, mo
     assert torch.autograd.gradcheck(lambda *args: head_loss(*args, y, weight)[0], (x, gain, head))
     with torch.no_grad():
         assert torch.equal(head_loss(x, gain, head, y, weight)[1], ce)
+
+
+@pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
+def test_gradients_under_bfloat16_autocast_are_those_of_float32_nearly(mlp: str):
+    stack = scrambled(mlp, short_conv=3)
+    x = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(3))
+
+    def gradients(bfloat16: bool) -> dict[str, torch.Tensor]:
+        stack.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+            noise = stack.interface.noise(torch.tensor([0.5, 2.0]))[:, None, :]
+            state = stack.block(0)(stack.interface.tokens(x), noise)
+            loss, _ = stack.block(0).loss(stack.interface.head, state, noise, x, torch.ones(2))
+        loss.backward()
+        return {name: p.grad.clone() for name, p in stack.named_parameters() if p.grad is not None}
+
+    exact, rough = gradients(False), gradients(True)
+    assert exact.keys() == rough.keys()
+    for name, gradient in exact.items():
+        assert rough[name].dtype == torch.float32
+        assert F.cosine_similarity(gradient.flatten(), rough[name].flatten(), dim=0) > 0.995, name
 
 
 def test_taps_are_no_hidden_matrices_and_cost_what_is_counted():

@@ -123,6 +123,27 @@ def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _NormRotate.apply(x, cos, sin)  # type: ignore[return-value]
 
 
+class _HeadsProject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weight)
+        return F.linear(y.transpose(1, 2).flatten(2), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,), (y, weight) = grads, ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        by_weight = rows.T @ y.transpose(1, 2).flatten(2).flatten(0, 1).to(grad.dtype)
+        by_y = (rows @ weight.to(grad.dtype)).view(y.transpose(1, 2).shape).transpose(1, 2)
+        return by_y.to(y.dtype), by_weight.to(weight.dtype)
+
+
+def heads_project(y: Tensor, weight: Tensor) -> Tensor:
+    """Heads side by side, times a matrix: y (N, H, T, K), weight (D, H K) -> (N, T, D); keeps y, which attention keeps too."""
+    return _HeadsProject.apply(y, weight)  # type: ignore[return-value]
+
+
 class _SquareProject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up: Tensor, weight: Tensor) -> Tensor:

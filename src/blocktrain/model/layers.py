@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktrain.config import ModelConfig
-from blocktrain.model.fused import gate_project, norm_rotate, project, rms_norm, square_project
+from blocktrain.model.fused import gate_project, heads_project, norm_rotate, project, rms_norm, square_project
 from blocktrain.model.memory import LayerTile
 
 
@@ -44,11 +44,11 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, tile: LayerTile | None = None) -> Tensor:
         """What the entries gave, (N, T, H K) each -> (N, T, D)."""
-        n, t, _ = q.shape
+        n, t = q.shape[:2]
         q, k, v = (x.view(n, t, self.heads, -1).transpose(1, 2) for x in (q, k, v))  # (N, H, T, K)
         q, k = norm_rotate(q, cos, sin), norm_rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True) if tile is None else tile.attend(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(n, t, -1))
+        return heads_project(y, self.out.weight)
 
 
 class FeedForward(nn.Module):

@@ -53,7 +53,6 @@ def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision)
         "attention: stream": d * p.stream,
         "attention: q, k, v; norms of q, k": 3 * a * p.compute + 2 * h * FLOAT32,
         "attention: result by heads, log-sum": a * p.compute + h * FLOAT32,
-        "attention: result by rows, read by out": a * p.compute,
         "feed-forward: stream": d * p.stream,
         "feed-forward: hidden": (2 if model.mlp == "swiglu" else 1) * f * p.compute,
         # 1 + scale of both sub-layers, and where the noise level sets them, per sample, also what the shifts are a part of
@@ -62,9 +61,8 @@ def layer_activations(model: ModelConfig, batch: int, noisy: bool, p: Precision)
 
 
 def layer_copies(model: ModelConfig, noisy: bool, p: Precision) -> int:
-    """Bytes of the cast copies of one layer's matrices that are kept: made once per step."""
-    modulation = 4 * model.noise_dim * model.width if noisy else 0
-    return (model.attention_width * model.width + modulation) * p.compute if p.casts else 0
+    """Bytes of the cast copy of one layer's modulation matrix that is kept: made once per step."""
+    return 4 * model.noise_dim * model.width * p.compute if noisy and p.casts else 0
 
 
 def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clean: bool, p: Precision) -> dict[str, int]:
