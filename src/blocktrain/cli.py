@@ -133,6 +133,7 @@ def evaluate(
     stages: cli_serving.Stages = None,
     wire: cli_serving.WireOption = "bfloat16",
     allow_missing_blocks: cli_serving.AllowMissing = False,
+    wait: cli_serving.Wait = cli_serving.READY_S,
     key_file: cli_serving.KeyFile = None,
     tls_ca: cli_serving.Authority = None,
     json_: Json = False,
@@ -145,9 +146,8 @@ def evaluate(
     if stages is not None:
         if set_:
             raise ConfigError("--set: cannot be given with --stages, which serve the run as it was trained")
-        return cli_serving.evaluate_stages(
-            run, settings, cli_serving.Source(run, stages, None, False, allow_missing_blocks, key_file, tls_ca), wire, json_
-        )
+        reach = cli_serving.Reach(allow_missing_blocks, key_file, tls_ca, wait)
+        return cli_serving.evaluate_stages(run, settings, cli_serving.Source(run, stages, reach=reach), wire, json_)
     overrides: dict[str, Any] = {}
     for text in set_:
         fields = parse_assignment(text)

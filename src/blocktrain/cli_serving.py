@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,11 +21,13 @@ from blocktrain.cli_common import Json, Run, existing_run, out, say
 from blocktrain.config import RunConfig, load_config
 from blocktrain.errors import ConfigError
 
+READY_S = 8.0
 Wires = Literal["float32", "bfloat16", "int8"]
 WireOption = Annotated[Wires, Parameter(help="How states are rounded between blocks, whether or not a wire is there.")]
 Stages = Annotated[str | None, Parameter(help="Hosts of the blocks, HOST:PORT with commas; each says which blocks it has. Default: this machine.")]
 AllowMissing = Annotated[bool, Parameter(negative=(), help="Go on without a block that no stage has; it is said, and costs quality.")]
 KeyFile = Annotated[Path | None, Parameter(help="File with the key that stages and their clients share.")]
+Wait = Annotated[float, Parameter(help="Seconds to wait at the start for stages to come up and load.")]
 Authority = Annotated[Path | None, Parameter(help="PEM certificates that stages' certificates must be signed by; without it, no TLS.")]
 
 
@@ -49,6 +53,7 @@ def generate(
     wire: WireOption = "bfloat16",
     stages: Stages = None,
     allow_missing_blocks: AllowMissing = False,
+    wait: Wait = READY_S,
     key_file: KeyFile = None,
     tls_ca: Authority = None,
     json_: Json = False,
@@ -66,7 +71,8 @@ def generate(
     positions = load_config(existing_run(run)).model.positions
     if (length := len(os.fsencode(prompt))) > positions:
         say(f"note: the prompt has {length} bytes and this run {positions} positions; it goes on from the last {positions * 3 // 4} of them")
-    source = Source(run, stages, draft if mode == "speculative" else None, mode == "speculative", allow_missing_blocks, key_file, tls_ca)
+    drafts = mode == "speculative"
+    source = Source(run, stages, draft if drafts else None, drafts, Reach(allow_missing_blocks, key_file, tls_ca, wait))
     data, counts = asyncio.run(_generate(source, plan, os.fsencode(prompt), None if json_ else _show))
     if counts.missing:
         say(f"note: without block {', '.join(map(str, counts.missing))}, which no stage has")
@@ -94,6 +100,7 @@ def serve(
     wire: WireOption = "bfloat16",
     stages: Stages = None,
     allow_missing_blocks: AllowMissing = False,
+    wait: Wait = READY_S,
     stages_key_file: KeyFile = None,
     stages_tls_ca: Authority = None,
     key_file: Annotated[Path | None, Parameter(help="Keys of which whoever asks here shows one, a line each; made if it is not there.")] = None,
@@ -111,7 +118,7 @@ def serve(
     if max_streams < 1:
         raise ConfigError(f"--max-streams: must be at least 1, got {max_streams}")
     opened = Door(listen, key_file, tls_cert, tls_key, plaintext).open(say)
-    source = Source(run, stages, None, True, allow_missing_blocks, stages_key_file, stages_tls_ca)
+    source = Source(run, stages, None, True, Reach(allow_missing_blocks, stages_key_file, stages_tls_ca, wait))
 
     async def until_stopped() -> None:
         from blocktrain.serving.engine import Engine
@@ -236,21 +243,26 @@ def _require_room(blocks: int, free: int, each: list[int]) -> int:
     return room
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How stages are reached."""
+
+    allow_missing_blocks: bool = False
+    key_file: Path | None = None
+    authority: Path | None = None
+    wait_s: float = READY_S
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait_s < math.inf:
+            raise ConfigError(f"--wait: must be a number of seconds from 0, got {self.wait_s}")
+
+
 class Source:
     """Where text comes from: a run on this machine, or stages."""
 
-    def __init__(
-        self,
-        run: Path,
-        stages: str | None,
-        draft: Path | None = None,
-        drafts: bool = False,
-        allow_missing_blocks: bool = False,
-        key_file: Path | None = None,
-        authority: Path | None = None,
-    ) -> None:
-        self.run, self.draft, self.drafts, self.allow_missing_blocks = run, draft, drafts, allow_missing_blocks
-        self.stages, self.key_file, self.authority = stages, key_file, authority
+    def __init__(self, run: Path, stages: str | None, draft: Path | None = None, drafts: bool = False, reach: Reach | None = None) -> None:
+        self.run, self.draft, self.drafts = run, draft, drafts
+        self.stages, self.reach = stages, reach or Reach()
 
     async def chain(self, loaded: Any = None) -> Any:
         """Raises ServingError where the stages do not hold every block."""
@@ -265,10 +277,10 @@ class Source:
         addresses = host.parse_targets(self.stages, "--stages")
         if not addresses:
             raise ConfigError("--stages: names no stage")
-        secrets = host.read_secrets(self.key_file, None, None, self.authority)
-        chain = RemoteChain(host.expected_of(self.run, say), addresses, secrets, self.allow_missing_blocks)
+        secrets = host.read_secrets(self.reach.key_file, None, None, self.reach.authority)
+        chain = RemoteChain(host.expected_of(self.run, say), addresses, secrets, self.reach.allow_missing_blocks)
         try:
-            await chain.ready()
+            await chain.ready(self.reach.wait_s, say)
         except BaseException:
             await chain.close()
             raise

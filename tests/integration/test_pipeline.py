@@ -90,6 +90,28 @@ async def refusal(run: Path, *addresses: str, **fields: Any) -> str:
 # --- Who is there ---
 
 
+def test_a_client_that_is_there_first_waits_for_its_stages_and_says_so(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pipeline, "TELL_S", 0.05)
+    said: list[str] = []
+
+    async def go() -> None:
+        port = free_port()
+        chain = RemoteChain(host.expected_of(run, quiet), [f"{HOST}:{port}"])
+        try:
+            waiting = asyncio.create_task(chain.ready(60.0, said.append))
+            while not said:
+                await asyncio.sleep(0.02)
+            async with stage(run, 0, 3, port=port):
+                await waiting
+                assert (await tell(chain, plan_of())).data == golden(run, plan_of())
+        finally:
+            await chain.close()
+
+    asyncio.run(go())
+    assert len(said) == 1
+    assert said[0].startswith("waiting up to 60 s: no stage holds blocks 0, 1, 2 now (client -> ")
+
+
 def test_a_newer_minor_version_is_accepted_and_its_fields_are_ignored(run: Path, monkeypatch: pytest.MonkeyPatch):
     class Newer(HelloReply):
         colour: str = "green"

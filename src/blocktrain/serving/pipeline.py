@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from blocktrain.errors import ProtocolError, ServingError
 from blocktrain.serving.chain import ChainStatus, StageStatus
@@ -22,6 +22,7 @@ __all__ = ["Expected", "Hop", "RemoteChain", "RemoteText", "Secrets"]
 
 AVOID_S = 20.0  # for which a way that broke is not taken where there is another
 RETRY_S = 1.0  # and where there is none
+TELL_S = 3.0  # after which whoever waits for stages is told so
 STEP_LIMIT_S = 60.0  # for which a stage's blocks may be at one batch of steps
 
 
@@ -39,10 +40,17 @@ class RemoteChain:
 
     # --- Stages ---
 
-    async def ready(self, limit_s: float = 8.0) -> None:
-        """Wait until stages that are up hold every block, or with `allow_missing_blocks` some. Raises ServingError saying what each address lacks."""
-        end = time.monotonic() + limit_s
+    async def ready(self, limit_s: float = 8.0, say: Callable[[str], None] | None = None) -> None:
+        """Wait until stages that are up hold every block, or with `allow_missing_blocks` some; whoever waits long is told for what.
+
+        Raises ServingError saying what each address lacks.
+        """
+        began = time.monotonic()
+        end = began + limit_s
         while self.missing():
+            if say is not None and time.monotonic() > began + TELL_S:
+                say(f"waiting up to {limit_s:g} s: {self.why_not()}")
+                say = None
             over = time.monotonic() > end or all(link.state == "failed" for link in self.links)
             if self.allow_missing_blocks and self.live() and (over or all(link.tried and link.state != "loading" for link in self.links)):
                 return
