@@ -49,6 +49,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "upstream-1": ("detached state handed on, span 1", {"objective": CLEAN}),
     "votes": ("independent, clean, mean of the blocks", {"objective": VOTES}),
     "votes-shared": ("the same, all blocks on the same batches", {"objective": VOTES, "train": {"samples": "shared"}}),
+    "votes-common": ("the same, half of the loss is the vote's", {"objective": {**VOTES, "vote_weight": 0.5}}),
     "paper": ("paper's recipe, sigma [1, 10]", {"objective": PAPER}),
     "upstream-2": ("detached state handed on, spans of two blocks", {"objective": {**CLEAN, "span": 2}}),
     "paper-0-2": ("paper's recipe, sigma [0, 2]", {"objective": PAPER, "noise": {"sigma_min": 0.0, "sigma_max": 2.0}}),

@@ -152,6 +152,13 @@ class ObjectiveConfig(Section):
         description="whose prediction is scored and served: the last block's, or the mean of all blocks' log-probabilities; "
         "auto: mean where blocks are independent and without noise, last elsewhere",
     )
+    vote_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of a block's loss that is the cross entropy of all blocks' mean, the others taken as they are (one machine only); "
+        "0: each learns alone",
+    )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(
         default=0,
@@ -171,6 +178,8 @@ class ObjectiveConfig(Section):
         if self.loss == "embedding_mse" and (self.anchor_weight or self.readout == "evidence_free"):
             name = "anchor_weight" if self.anchor_weight else "readout"
             raise ValueError(f"objective.{name}: needs objective.loss = 'cross_entropy', an embedding has no logits to anchor or to free of evidence")
+        if self.vote_weight and not (self.alone and self.votes):
+            raise ValueError("objective.vote_weight: needs blocks that vote (objective.input = 'independent', denoise_weight = 0, combine = 'mean')")
         if self.input == "independent" and self.span > 1:
             raise ValueError(f"objective.span: {self.span} needs objective.input = 'upstream', independent blocks share no gradient")
         if self.input == "independent" and self.private_layers:
@@ -351,6 +360,8 @@ class RunConfig(Section):
         if self.train.samples == "own" and self.objective.input == "upstream":
             raise ValueError("train.samples: own needs objective.input = 'independent', a state is handed on for the samples it was made from")
         if self.train.order == "sequential":
+            if self.objective.vote_weight:
+                raise ValueError("train.order: sequential trains a block before the next one is there, objective.vote_weight must be 0")
             if self.objective.span > 1:
                 raise ValueError("train.order: sequential trains one block at a time, objective.span must be 1")
             if self.noise.partition == "information":
@@ -366,9 +377,10 @@ class RunConfig(Section):
         several = {"round": True, "outer": True, "limits": True}
         read = {"objective": {"combine"}, "train": {"checkpoint_every", "log_every"}}
         fields = self.model_dump(mode="json", exclude={"data": True, "evaluate": True, **read, **several})
-        for name, then in ADDED["model"].items():  # runs from before these were there are the same runs
-            if fields["model"][name] == then:
-                del fields["model"][name]
+        for section in ("model", "objective"):
+            for name, then in ADDED[section].items():  # runs from before these were there are the same runs
+                if fields[section][name] == then:
+                    del fields[section][name]
         if self.objective.window:
             fields["objective"]["window"] = f"1 to {self.objective.window}"  # once all of one width, at the end and in the noisy view alone
         fields["train"]["samples"] = "own"
@@ -379,7 +391,7 @@ class RunConfig(Section):
     @property
     def own_samples(self) -> bool:
         """Whether each block reads the text in an order of its own."""
-        return self.train.samples == "own" or (self.train.samples == "auto" and self.objective.alone)
+        return self.train.samples == "own" or (self.train.samples == "auto" and self.objective.alone and not self.objective.vote_weight)
 
     @property
     def tokens_per_step(self) -> int:
@@ -500,7 +512,11 @@ def parse_assignment(text: str) -> dict[str, Any]:
 
 
 # What runs did before these could be set. Files that runs write hold every setting, so one in which only these are missing is older than they are.
-ADDED: dict[str, dict[str, Any]] = {"model": {"short_conv": 0, "attention_ratio": 1.0}, "train": {"samples": "shared"}}
+ADDED: dict[str, dict[str, Any]] = {
+    "model": {"short_conv": 0, "attention_ratio": 1.0},
+    "objective": {"vote_weight": 0.0},
+    "train": {"samples": "shared"},
+}
 
 
 def with_added_settings(fields: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blocktrain.codecs import read_update
+from blocktrain.errors import ConfigError
 from blocktrain.swarm.engine import TrainingEngine
 from blocktrain.swarm.link import HttpLink
 from blocktrain.swarm.parts import layout_of
@@ -142,3 +143,9 @@ def test_int8_both_ways_the_replica_of_a_worker_has_the_coordinators_bits_and_ca
     whole = [(name, size) for name, size in fetched if name.startswith("versions/") and "-delta" not in name]
     assert len(deltas) >= 2 * 3 and len(whole) == 2, "whole files only at first"
     assert max(size for name, size in deltas if "block" in name) < min(size for name, size in whole if "block" in name) / 2
+
+
+def test_what_many_workers_cannot_do_yet_is_refused_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"^objective.vote_weight: must be 0 with many workers"):
+        real_coordinator(tmp_path, objective={"vote_weight": 0.5})
+    assert not (tmp_path / "swarm").exists()

@@ -265,6 +265,28 @@ def test_end_to_end_is_the_span_over_all_blocks():
     assert torch.allclose(got, stack.block(0).layers[0].attention.query.weight.grad, atol=1e-7)
 
 
+@pytest.mark.parametrize("own", [0.0, 0.25])
+def test_blocks_that_learn_from_their_vote_have_its_gradient(own: float):
+    """A block's is that of B times the cross entropy of the mean of log-probabilities (own = 0), mixed with that of its own."""
+    config = tiny_config(objective={"vote_weight": 1 - own})
+    batch, stack = make_batch(config), make_stack(config)
+    trainer = BlockTrainer(stack, config, make_partition(config.noise, 3), spans_of(3, 1), CPU)
+    for step in range(3):
+        trainer.step(batch, step)
+    trainer.gradients(batch, 3)
+    got = {name: p.grad.clone() for name, p in stack.named_parameters() if p.grad is not None}
+    stack.zero_grad()
+    x, y = batch[:, :-1], batch[:, 1:].flatten()
+    spoken = [F.log_softmax(stack.block(b).read(stack.interface.head, stack.block(b)(stack.interface.tokens(x), None), None), -1) for b in range(3)]
+    alone = torch.stack([F.cross_entropy(each.flatten(0, 1), y) for each in spoken]).sum()
+    vote = 3 * F.cross_entropy(torch.stack(spoken).mean(0).flatten(0, 1), y)
+    (own * alone + (1 - own) * vote).backward()
+    for name, p in stack.named_parameters():
+        if p.grad is not None:
+            share = 1 / 3 if name.startswith("interface") else 1
+            assert torch.allclose(got[name], share * p.grad, atol=1e-7, rtol=1e-4), name
+
+
 def test_learning_rate_counts_a_blocks_own_updates():
     config = tiny_config(train={"steps": 100, "warmup_steps": 10, "cooldown": 0.5})
     assert schedule(0, config.train) == pytest.approx(0.1)

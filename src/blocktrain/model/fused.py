@@ -194,19 +194,25 @@ LOGITS_ELSEWHERE = 1 << 22  # few launches
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, head: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, head: Tensor, y: Tensor, share: Tensor, others: Tensor | None, vote_weight: float
+    ) -> tuple[Tensor, Tensor]:
         rows, ids, shares = x.flatten(0, 1), y.flatten(), share.repeat_interleave(y.size(1))
         ce, by_x, by_gain, by_head = torch.empty_like(shares), torch.empty_like(rows), torch.zeros_like(gain), torch.zeros_like(head)
+        loss, others = torch.empty_like(ce), None if others is None else others.flatten(0, 1)
         count = max(1, LOGITS.get(x.device.type, LOGITS_ELSEWHERE) // head.size(0))
         for part in (slice(at, at + count) for at in range(0, len(rows), count)):
             n = rms_norm(rows[part])
             features = n * gain
             logits = F.linear(features, head)
             log_p = torch.log_softmax(logits.to(shares.dtype), dim=-1)
-            ce[part] = -log_p.gather(1, ids[part, None])[:, 0]
+            loss[part] = ce[part] = -log_p.gather(1, ids[part, None])[:, 0]
+            log_vote = None if others is None else torch.log_softmax(log_p + others[part], dim=-1)
+            if log_vote is not None:
+                loss[part] = torch.lerp(loss[part], -log_vote.gather(1, ids[part, None])[:, 0], vote_weight)
             if not any(ctx.needs_input_grad):
                 continue
-            p = log_p.exp_()
+            p = log_p.exp_() if log_vote is None else torch.lerp(log_p.exp_(), log_vote.exp_(), vote_weight)
             p.scatter_add_(1, ids[part, None], torch.full_like(p[:, :1], -1))
             p = p.mul_(shares[part, None]).to(logits.dtype)
             by_head += p.T @ features.to(p.dtype)
@@ -214,21 +220,24 @@ class _HeadLoss(torch.autograd.Function):
             by_x[part], along = _norm_gradient(back, rows[part], n, gain)
             by_gain += along.sum(0)
         ctx.save_for_backward(by_x.view_as(x), by_gain, by_head)
-        ce = ce.view_as(y)
-        mean = ce.mean(1)
+        mean = ce.view_as(y).mean(1)
         ctx.mark_non_differentiable(mean)
-        return (ce * share[:, None]).sum(), mean
+        return (loss * shares).sum(), mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *(kept * grads[0] for kept in ctx.saved_tensors), None, None
+        return *(kept * grads[0] for kept in ctx.saved_tensors), None, None, None, None
 
 
-def head_loss(x: Tensor, gain: Tensor, head: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def head_loss(
+    x: Tensor, gain: Tensor, head: Tensor, y: Tensor, weight: Tensor, others: Tensor | None = None, vote_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The mean over samples of weight * cross entropy of (rms_norm(x) * gain) times a head, and each sample's plain cross entropy, in nats.
 
-    x (N, T, D), gain (D), head (V, D), ids y (N, T), weight (N,) float32 -> scalar with a gradient, (N,) without. Logits exist for some rows at a
-    time, and the gradient is computed while they are there: what is kept is as large as x and the head.
+    x (N, T, D), gain (D), head (V, D), ids y (N, T), weight (N,) float32 -> scalar with a gradient, (N,) without. With `others` (N, T, V),
+    log-probabilities that are added to the head's own, `vote_weight` of the loss is the cross entropy of the sum, normalised. Logits exist for some
+    rows at a time, and the gradient is computed while they are there: what is kept is as large as x and the head.
     """
-    return _HeadLoss.apply(x, gain, head, y, weight / y.numel())  # type: ignore[return-value]
+    share = weight / y.numel()
+    return _HeadLoss.apply(x, gain, head, y, share, others, vote_weight)  # type: ignore[return-value]

@@ -100,9 +100,11 @@ class DenoisingBlock(nn.Module):
             return project(state, self.out_gain, None, None, head.weight)[0]
         return head(rms_norm(state) * self.out_gain)
 
-    def loss(self, head: nn.Linear, state: Tensor, noise: Tensor | None, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, head: nn.Linear, state: Tensor, noise: Tensor | None, y: Tensor, weight: Tensor, others: Tensor | None = None, vote_weight: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """The weighted cross entropy of what `read` gives, without ever holding all of it: see `head_loss`."""
-        return head_loss(self._run(self.private, state, noise, None, None), self.out_gain, head.weight, y, weight)
+        return head_loss(self._run(self.private, state, noise, None, None), self.out_gain, head.weight, y, weight, others, vote_weight)
 
     def _run(
         self, layers: Iterable[nn.Module], x: Tensor, noise: Tensor | None, tile: BlockTile | None, attention: Sequence[LayerTile] | None

@@ -73,6 +73,8 @@ def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clea
     model, batch = config.model, config.train.batch_size
     rows, mse = batch * model.positions, config.objective.loss == "embedding_mse"
     lines = {} if mse else {"head: its gradient": (VOCABULARY + 1) * model.width * p.weights}
+    if config.objective.vote_weight:
+        lines["loss: log-probabilities of all blocks, and of the others of one"] = (model.blocks + 1) * rows * VOCABULARY * FLOAT32
     if noisy:
         lines["entry: c_in z"] = span_blocks * rows * model.embed_dim * p.compute
         lines["entry: noise level before and after SiLU"] = span_blocks * 3 * batch * model.noise_dim * p.compute

@@ -95,6 +95,7 @@ class Host:
             raise ConfigError(
                 f"{self.run}: was trained on one machine (it has checkpoints and no swarm folder); use a new run folder for many workers"
             )
+        layout = layout_of(self.config)
         self.socket = bind(self.host, self.port)
         self.port = self.socket.getsockname()[1]
         corpus = self._corpus()
@@ -102,7 +103,7 @@ class Host:
         opened = open_store(self.run / "swarm")
         self._log = open(self.run / "coordinator.log", "a", encoding="utf-8")  # noqa: SIM115 (as long as the process)
         self.text = keep_text(opened, corpus, self.config.data.corpus)
-        self.coordinator = Coordinator(self.run.resolve().name, self.config, layout_of(self.config), opened, self.text, say=self.say)
+        self.coordinator = Coordinator(self.run.resolve().name, self.config, layout, opened, self.text, say=self.say)
         if not (self.run / "run.toml").is_file() or load_config(self.run / "run.toml") != self.config:
             write_bytes(self.run / "run.toml", to_toml(self.config).encode())
         self.heldout_digest = corpus.heldout_digest

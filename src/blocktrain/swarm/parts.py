@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import RunConfig, make_config, merge_fields
 from blocktrain.diffusion.noise import make_partition
+from blocktrain.errors import ConfigError
 from blocktrain.model.transformer import BlockStack, Interface, shapes_only
 from blocktrain.seeding import generator
 from blocktrain.swarm.protocol import part_of
@@ -68,7 +69,9 @@ class Layout:
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """The parts of a run's model."""
+    """The parts of a run's model. Raises ConfigError where many workers cannot train it."""
+    if config.objective.vote_weight:
+        raise ConfigError("objective.vote_weight: must be 0 with many workers, which do not send each other their votes yet")
     entries: dict[str, Entries] = {}
     trainable: dict[str, tuple[str, ...]] = {}
     learns = _learning(config)

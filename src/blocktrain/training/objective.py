@@ -142,8 +142,11 @@ class SpanObjective:
     already passed there.
     """
 
-    def __init__(self, stack: BlockStack, config: RunConfig, views: list[View]) -> None:
+    def __init__(self, stack: BlockStack, config: RunConfig, views: list[View], peers: BlockStack | None = None) -> None:
+        """`peers`: all blocks as they were at the last merge, for blocks that learn from the common vote; by default as they are in `stack`."""
         self.stack = stack
+        self.peers = peers or stack
+        self._votes: list[list[Tensor]] | None = None  # per view and block: log-probabilities (N, T, V) of the peers
         self.config = config
         self.views = views
         self._front: list[tuple[int, Tensor | None]] = [(0, None) for _ in self.views]  # per view: block, state in front of it
@@ -168,7 +171,8 @@ class SpanObjective:
         assert state is not None
         weight, interface = self._weights(sigma if view.levels else None, view.y), self.stack.interface
         if self.config.objective.loss == "cross_entropy":
-            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight)
+            others = self._others(index, span[1] - 1) if self.config.objective.vote_weight else None
+            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight, others, self.config.objective.vote_weight)
             return loss, ce, sigma if view.levels else None
         logits, denoised = read_out(self.stack, self.config, span[1] - 1, state, noise, z, sigma)
         assert denoised is not None
@@ -178,6 +182,21 @@ class SpanObjective:
         distance = (denoised - interface.target_embeddings().detach()[view.y]).square().sum(-1).mean(1)
         # Cross entropy only tunes the sharpness here: the embedding it is computed from is detached.
         return (weight * distance).mean() + ce.mean(), ce, sigma
+
+    def _others(self, index: int, block: int) -> Tensor:
+        """What the vote has beside the live block's own log-probabilities, (N, T, V): the peers' mean, less what the block itself had there.
+
+        As if all blocks moved as this one does. Cross entropy is convex in the sum, so merged blocks are at least as good as they were on average.
+        """
+        if self._votes is None:
+            with torch.no_grad():
+                self._votes = [[self._vote(view, b) for b in self.peers.held] for view in self.views]
+        votes = self._votes[index]
+        return torch.stack(votes).mean(0) - votes[self.peers.held.index(block)]
+
+    def _vote(self, view: View, block: int) -> Tensor:
+        state = self.peers.block(block)(enter(self.peers, view.x, None), None)
+        return torch.log_softmax(read_out(self.peers, self.config, block, state, None, None, None)[0], dim=-1)
 
     def _weights(self, sigma: Tensor | None, y: Tensor) -> Tensor:
         """What each sample's loss counts, (N,) float32: EDM's weight of its noise level, or 1."""

@@ -159,6 +159,9 @@ def step_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
             prefix = max(0, first - passed) * (model.layers_per_block * per_layer + enter)
             passed = max(passed, first + 1)
         total += 3 * trained + prefix
+    if objective.vote_weight:  # every block's votes on each batch
+        batches = len(spans) if config.own_samples else 1
+        total += batches * model.blocks * (model.layers_per_block * per_layer + head)
     return total * views * tokens
 
 
