@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import ipaddress
 import os
 import signal
@@ -30,7 +29,6 @@ from blocktrain.errors import ConfigError
 from blocktrain.serving.chain import LocalChain
 from blocktrain.serving.decoding import Plan
 from blocktrain.serving.gateway import Door, is_loopback, read_keys
-from blocktrain.serving.pipeline import RemoteChain
 from blocktrain.serving.sampling import Sampling
 from blocktrain.training.checkpoint import load_run
 from blocktrain.web import bind, parse_address, url_host
@@ -191,11 +189,8 @@ def test_mistakes_are_one_line_and_stages_are_never_a_silent_local_mode(run: Pat
         assert said.out == "" and len(said.err.strip().splitlines()) == 1 and word in said.err, said.err
 
 
-def test_stages_that_cannot_be_reached_are_an_error_and_never_a_local_mode(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(RemoteChain, "ready", functools.partialmethod(RemoteChain.ready, limit_s=1.0))
-    assert cli.run(["serve", str(run), "--listen", "127.0.0.1:0", "--stages", "127.0.0.1:1"]) == 1
+def test_stages_that_cannot_be_reached_are_an_error_and_never_a_local_mode(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["serve", str(run), "--listen", "127.0.0.1:0", "--stages", "127.0.0.1:1", "--wait", "1"]) == 1
     said = capsys.readouterr()
     assert said.out == "" and "127.0.0.1:1" in said.err.strip().splitlines()[-1]
 
