@@ -161,7 +161,7 @@ def test_half_precision_halves_what_it_says_and_keeps_float32_moments() -> None:
     assert (half.parameters, half.gradients, half.moments) == (single.parameters // 2, single.gradients // 2, single.moments)
     assert half.activations is not None
     assert single.activations is not None
-    assert half.activations < 0.65 * single.activations  # the log-softmax stays float32, and is a quarter of so narrow a model
+    assert half.activations < 0.6 * single.activations
 
 
 def test_a_shape_too_large_for_any_machine_is_counted() -> None:
