@@ -156,8 +156,8 @@ class ObjectiveConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="share of a block's loss that is the cross entropy of all blocks' mean, the others taken as they are (one machine only); "
-        "0: each learns alone",
+        description="share of a block's loss that is the cross entropy of all blocks' mean, the others taken as they are, or with many workers "
+        "as they were when the work was given; 0: each learns alone",
     )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(
@@ -309,7 +309,7 @@ class OuterConfig(Section):
     norm_beyond: Literal["clip", "refuse"] = Field(default="clip", description="what happens to an update beyond norm_limit")
     up_codec: CodecName = Field(default="fp32", description="of updates: fp32, bf16, or int8 in groups of 256 with error feedback")
     down_codec: CodecName = Field(default="fp32", description="of the step from a version to the next; a lossy one is what defines the next version")
-    upstream_codec: CodecName = Field(default="fp32", description="of the frozen blocks before a worker's own")
+    upstream_codec: CodecName = Field(default="fp32", description="of the frozen blocks that a worker needs beside its own")
 
 
 class LimitsConfig(Section):

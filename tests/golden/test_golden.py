@@ -85,3 +85,6 @@ def test_parameters_and_flops_of_a_known_shape():
     assert worker_flops(config, spans_of(3, 1), 100) == 100 * (3 * 3 * (forward + head) + frozen)
     alone = tiny_config(objective={**CLEAN, "input": "independent"}, model=NO_TAPS)
     assert worker_flops(alone, spans_of(3, 1), 100) == step_flops(alone, spans_of(3, 1), 100) == 100 * 3 * 3 * (forward + head)
+    common = tiny_config(objective={**CLEAN, "input": "independent", "vote_weight": 1.0}, model=NO_TAPS)
+    assert step_flops(common, spans_of(3, 1), 100) == 100 * (3 * 3 * (forward + head) + 3 * head)  # what was said is read twice
+    assert worker_flops(common, spans_of(3, 1), 100) == 100 * 3 * (3 * (forward + head) + 3 * (forward + head))  # frozen copies of all

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from blocktrain.codecs import read_update
-from blocktrain.errors import ConfigError
 from blocktrain.swarm.engine import TrainingEngine
 from blocktrain.swarm.link import HttpLink
 from blocktrain.swarm.parts import layout_of
@@ -71,7 +70,10 @@ async def next_work(way: HttpLink, ask: str) -> Work:
         ask += "x"
 
 
-@pytest.mark.parametrize("objective", [{}, CLEAN], ids=["noisy", "upstream"])
+COMMON = {"vote_weight": 0.5}
+
+
+@pytest.mark.parametrize("objective", [{}, CLEAN, COMMON], ids=["alone", "upstream", "common vote"])
 def test_whoever_joins_after_thirty_rounds_trains_the_same_update_as_who_was_there_from_the_start(objective: dict[str, Any], tmp_path: Path):
     with serve(real_coordinator(tmp_path, objective=objective, round={**ROUND, "inner_steps": 1})) as served:
 
@@ -145,7 +147,26 @@ def test_int8_both_ways_the_replica_of_a_worker_has_the_coordinators_bits_and_ca
     assert max(size for name, size in deltas if "block" in name) < min(size for name, size in whole if "block" in name) / 2
 
 
-def test_what_many_workers_cannot_do_yet_is_refused_before_anything_is_written(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"^objective.vote_weight: must be 0 with many workers"):
-        real_coordinator(tmp_path, objective={"vote_weight": 0.5})
-    assert not (tmp_path / "swarm").exists()
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_worker_that_learns_from_the_common_vote_gets_all_blocks_and_sends_its_own(codec: str, tmp_path: Path):
+    with serve(real_coordinator(tmp_path, objective=COMMON, outer={"upstream_codec": codec}, round=ROUND)) as served:
+
+        async def story() -> tuple[Work, list[str], bool]:
+            way, trainer, _ = await arrive(served, "w", tmp_path / "w")
+            work = await next_work(way, "a")
+            done = await hand_in(way, trainer, work)
+            stack, peers = trainer._load(work)
+            await way.close()
+            shapes = served.coordinator.layout.update_shapes(work.first, work.stop)
+            update = read_update(done.source.read(0, done.source.size), shapes)
+            assert peers is not None
+            frozen = not any(p.requires_grad for p in peers.parameters())
+            return work, [name for name, _ in update.tensors()], frozen and stack.held == [work.first] and peers.held == [0, 1]
+
+        work, names, right = in_time(story(), 300)
+    assert right
+    assert sorted(part.part for part in work.parts) == ["block-000", "block-001", "interface"]
+    coded = {part.part: part.codec for part in work.parts}
+    assert coded[f"block-{work.first:03d}"] == coded["interface"] == "file", "what it changes it has exactly"
+    assert {coded[f"block-{b:03d}"] for b in range(2) if b != work.first} == {codec if codec != "fp32" else "file"}
+    assert {name.partition("/")[0] for name in names} == {f"block-{work.first:03d}", "interface"}

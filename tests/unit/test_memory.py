@@ -38,6 +38,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "span 2 with noise and private layers": {**NOISE, "input": "upstream", "span": 2, "private_layers": 1},
     "private layers": {"input": "upstream", "private_layers": 2, **NO_NOISE},
     "end to end": {"input": "upstream", "span": 3, **NO_NOISE},
+    "common vote": {"input": "independent", "vote_weight": 0.5, **NO_NOISE},
 }
 
 
@@ -50,26 +51,31 @@ def small_batch(config: RunConfig) -> Tensor:
 
 
 def make_trainer(config: RunConfig, spans: list[Span]) -> BlockTrainer:
-    stack = BlockStack.of(config)
+    peers = BlockStack.of(config).requires_grad_(False) if config.objective.vote_weight and len(spans) == 1 else None
+    stack = BlockStack.of(config, range(*spans[0]) if peers else None)
     hardware = Hardware(torch.device("cpu"), torch.float32)
-    return BlockTrainer(stack, config, make_partition(config.noise, config.model.blocks), spans, hardware)
+    return BlockTrainer(stack, config, make_partition(config.noise, config.model.blocks), spans, hardware, peers=peers)
 
 
 def really_saved(config: RunConfig, span: Span, dtype: torch.dtype) -> int:
     """Bytes of the distinct storages that autograd keeps for one step of a span, without parameters, buffers and byte ids."""
     trainer, ids = make_trainer(config, [span]), small_batch(config)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    known = {t.untyped_storage().data_ptr() for t in (*trainer.stack.parameters(), *trainer.stack.buffers(), x, y)}
+    weights = [t for stack in (trainer.stack, trainer.peers) if stack for t in (*stack.parameters(), *stack.buffers())]
+    known = {t.untyped_storage().data_ptr() for t in (*weights, x, y)}
     kept: dict[int, Tensor] = {}  # holding the tensors keeps their addresses apart
 
     def pack(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    objective = SpanObjective(trainer.stack, config, make_views(config, trainer.partition, x, y, seed=1))
+    objective = SpanObjective(trainer.stack, config, make_views(config, trainer.partition, x, y, seed=1), trainer.peers)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         objective.loss(span)
+    for _, mean, own in ((i, *vote) for i, vote in enumerate(objective._votes) if vote):
+        assert {id(mean), *map(id, own.values())}.isdisjoint(map(id, kept.values()))
+        kept |= {-i: t for i, t in enumerate((mean, *own.values(), mean - mean), 1)}  # the votes, and what is left without the block's own
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in known)
 
 
@@ -107,7 +113,7 @@ def test_parameters_gradients_and_moments_are_exact(name: str, optimizer: str) -
     for spans in ([spans_of(3, config.objective.span)[-1]], spans_of(3, config.objective.span)):
         trainer = make_trainer(config, spans)
         trainer.gradients(small_batch(config), 0)
-        held = [trainer.stack.interface, *(trainer.stack.block(b) for b in range(3) if b in trainer.trained)]
+        held = [trainer.stack.interface, *(trainer.stack.block(b) for b in trainer.trained)]
         gradients = sum(p.grad.nbytes for m in held for p in m.parameters() if p.grad is not None)
         trainer.step(small_batch(config), 0)
         moments = sum(t.nbytes for o in trainer.optimizers for state in o.state.values() for t in state.values() if t.dim() or t.numel() > 1)
@@ -116,6 +122,7 @@ def test_parameters_gradients_and_moments_are_exact(name: str, optimizer: str) -
         total = holding.total
         upstream = config.objective.input == "upstream"
         counted = parameter_count(trainer.stack) if upstream or len(spans) > 1 else sum(parameter_count(m) for m in held)
+        counted += parameter_count(trainer.peers) if trainer.peers else 0
         assert total.num_parameters == counted
         assert total.parameters == 4 * counted
         assert (total.gradients, total.moments) == (gradients, moments + scalars)

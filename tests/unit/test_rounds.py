@@ -645,12 +645,13 @@ def test_the_shared_interface_moves_on_with_one_close_at_a_time():
 
 def test_work_names_the_versions_of_the_blocks_before_it_and_of_the_interface_as_it_was_given():
     story = Story("a b c join, a b ask, a push, c ask", blocks=3)
-    assert story.assignment("c").blocks == (2,) and story.assignment("c").upstream == (1, 0)
+    assert story.assignment("c").blocks == (2,) and story.assignment("c").upstream == (1, 0) and story.assignment("c").downstream == ()
     story.state = replace(story.state, interface=5)
     story.tell("b push, a ask, c ask")
     assert story.versions == [1, 1, 0]
     assert story.assignment("c").upstream == (1, 0) and story.assignment("c").interface == 0  # told again as it was
     assert story.assignment("a").interface == 5
+    assert story.assignment("a").blocks == (0,) and story.assignment("a").upstream == () and story.assignment("a").downstream == (1, 0)
 
 
 def test_shares_do_not_depend_on_the_order_of_arrival():

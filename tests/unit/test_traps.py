@@ -287,6 +287,33 @@ def test_blocks_that_learn_from_their_vote_have_its_gradient(own: float):
             assert torch.allclose(got[name], share * p.grad, atol=1e-7, rtol=1e-4), name
 
 
+def test_a_worker_learns_from_the_vote_of_frozen_copies_as_if_all_blocks_moved_with_its_own():
+    """Others stand where they were; the block's own part of the vote is what it had then, and has moved B times as far as one of B would."""
+    config = tiny_config(objective={"vote_weight": 1.0})
+    batch, peers = make_batch(config), make_stack(config).requires_grad_(False)
+    alone = BlockStack.of(config, [1])
+    alone.load_state_dict({name: tensor for name, tensor in peers.state_dict().items() if name in alone.state_dict()})
+    trainer = BlockTrainer(alone, config, make_partition(config.noise, 3), [(1, 2)], CPU, peers=peers)
+    before = {name: tensor.clone() for name, tensor in peers.named_parameters()}
+    for step in range(3):
+        trainer.step(batch, step)
+    trainer.gradients(batch, 3)
+    got = {name: p.grad.clone() for name, p in alone.named_parameters() if p.grad is not None}
+    alone.zero_grad()
+    x, y = batch[:, :-1], batch[:, 1:].flatten()
+
+    def spoken(stack: BlockStack, b: int) -> torch.Tensor:
+        return F.log_softmax(stack.block(b).read(stack.interface.head, stack.block(b)(stack.interface.tokens(x), None), None), -1)
+
+    own = [spoken(peers, b) for b in range(3)]
+    vote = torch.stack(own).mean(0) - own[1] + spoken(alone, 1)
+    F.cross_entropy(vote.flatten(0, 1), y).backward()
+    for name, p in alone.named_parameters():
+        if p.grad is not None:
+            assert torch.allclose(got[name], p.grad, atol=1e-7, rtol=1e-4), name
+    assert all(torch.equal(before[name], tensor) and tensor.grad is None for name, tensor in peers.named_parameters())
+
+
 def test_learning_rate_counts_a_blocks_own_updates():
     config = tiny_config(train={"steps": 100, "warmup_steps": 10, "cooldown": 0.5})
     assert schedule(0, config.train) == pytest.approx(0.1)

@@ -2,9 +2,10 @@
 
 Three holdings are counted:
 
-  worker   one span: its blocks and the interface in training, and, where blocks are chained, the frozen weights before it
+  worker   one span: its blocks and the interface in training, and, where blocks are chained, the frozen weights before it, or, where they learn
+           from their common vote, frozen weights of everything
   machine  the run on one machine: the same where blocks are trained one after another; where they are interleaved, every block with its
-           gradients and moments, but one span's activations at a time
+           gradients and moments, but one span's activations at a time; those of all blocks where they learn from their common vote
   full     the end-to-end Transformer of the same layers: the worker of one span over everything, under `reference_config`
 
 Parameter counts come from the real modules (on the meta device, so any shape can be asked for), and only what a loss reaches has a gradient and
@@ -23,8 +24,8 @@ from typing import Any
 from torch import nn
 
 from blocktrain.config import RunConfig
-from blocktrain.model.transformer import DenoisingBlock, Interface, parameter_count, shapes_only
-from blocktrain.report.activations import Precision, span_activations
+from blocktrain.model.transformer import VOCABULARY, DenoisingBlock, Interface, parameter_count, shapes_only
+from blocktrain.report.activations import FLOAT32, Precision, span_activations
 from blocktrain.training.objective import Span, spans_of
 
 
@@ -134,12 +135,15 @@ def count_trained(config: RunConfig, blocks: range, ends: int) -> Count:
 
 
 def span_holding(config: RunConfig, span: Span, p: Precision, name: str) -> Holding:
-    """The interface and the blocks of a span in training, and the frozen blocks in front of it where blocks are chained."""
+    """The interface and the blocks of a span in training, and what its worker holds frozen."""
     interface_bytes, block_bytes = span_activations(config, span, p)
     optimizer, blocks, before = config.train.optimizer, range(*span), range(span[0])
     parts = [count_interface(config, span[0]).part("interface", p, optimizer, interface_bytes)]
     if config.objective.input == "upstream" and before:
         parts.append(count_blocks(config, before).frozen(f"{blocks_name(before)}, frozen", p))
+    if config.objective.vote_weight:
+        voters = range(config.model.blocks)
+        parts += [count_interface(config).frozen("interface, frozen", p), count_blocks(config, voters).frozen(f"{blocks_name(voters)}, frozen", p)]
     return Holding(name, (*parts, count_trained(config, blocks, 1).part(blocks_name(blocks), p, optimizer, block_bytes)))
 
 
@@ -149,6 +153,9 @@ def machine_holding(config: RunConfig, p: Precision) -> Holding:
         return dataclasses.replace(span_holding(config, largest_span(config, p), p, ""), name="this run, one block after another")
     spans, blocks = spans_of(config.model.blocks, config.objective.span), range(config.model.blocks)
     interface_bytes, block_bytes = max((span_activations(config, span, p) for span in spans), key=sum)
+    if config.objective.vote_weight and not config.own_samples:  # all blocks speak before one learns
+        votes = config.train.batch_size * config.model.positions * VOCABULARY * FLOAT32
+        interface_bytes, block_bytes = interface_bytes + (len(spans) - 1) * votes, len(spans) * block_bytes
     parts = (
         count_interface(config).part("interface", p, config.train.optimizer, interface_bytes),
         count_trained(config, blocks, len(spans)).part(blocks_name(blocks), p, config.train.optimizer, block_bytes),

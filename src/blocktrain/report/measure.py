@@ -135,7 +135,8 @@ def tiny(config: RunConfig) -> RunConfig:
 def take_steps(config: RunConfig, span: Span, held: list[int], steps: int, hardware: Hardware) -> None:
     """Build the model and take optimizer steps of one span on random bytes."""
     stack = BlockStack.of(config, held).to(hardware.device)
-    trainer = BlockTrainer(stack, config, make_partition(config.noise, config.model.blocks), [span], hardware)
+    peers = BlockStack.of(config).to(hardware.device).requires_grad_(False) if config.objective.vote_weight else None
+    trainer = BlockTrainer(stack, config, make_partition(config.noise, config.model.blocks), [span], hardware, peers=peers)
     for step in range(steps):
         shape = (config.train.batch_size, config.model.positions + 1)
         trainer.step(torch.randint(VOCABULARY, shape, generator=generator(config.seed, "measure", step)), step)

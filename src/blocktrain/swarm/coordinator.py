@@ -350,9 +350,11 @@ class Coordinator(Versions):
     def _work(self, assignment: Assignment) -> Work:
         first, stop = assignment.blocks[0], assignment.blocks[-1] + 1
         parts = [self._part_files(INTERFACE, assignment.interface)]
-        if self.config.objective.input == "upstream":
-            codec = self.config.outer.upstream_codec
+        codec = self.config.outer.upstream_codec
+        if self.config.objective.input == "upstream" or self.config.objective.vote_weight:
             parts += [self._part_files(part_of(b), version, codec) for b, version in enumerate(assignment.upstream)]
+        if self.config.objective.vote_weight:
+            parts += [self._part_files(part_of(b), version, codec) for b, version in enumerate(assignment.downstream, stop)]
         parts += [self._part_files(part_of(base.block), base.version) for base in assignment.bases]
         tokens = min(base.tokens for base in assignment.bases)
         return Work(

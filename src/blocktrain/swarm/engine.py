@@ -35,7 +35,7 @@ from blocktrain.streams import FileSource, TensorFile, tensor_stream
 from blocktrain.swarm import crash
 from blocktrain.swarm.aggregate import moved
 from blocktrain.swarm.parts import INTERFACE, Layout, layout_of
-from blocktrain.swarm.protocol import Metrics, PartFiles, RunInfo, Work
+from blocktrain.swarm.protocol import Metrics, PartFiles, RunInfo, Work, part_of
 from blocktrain.swarm.worker import Link, Told, Trained
 from blocktrain.training.data import load_corpus
 from blocktrain.training.download import map_bytes, sha256_of
@@ -74,7 +74,7 @@ class TrainingEngine:
         self.layout: Layout
         self.batches: SpanBatches
         self._sound: set[tuple[str, int, int, int]] = set()  # files whose digest was right
-        self._stack: tuple[tuple[int, ...], BlockStack] | None = None
+        self._stacks: tuple[tuple[int, ...], list[BlockStack]] | None = None  # by the blocks they hold
 
     # --- Once ---
 
@@ -203,10 +203,10 @@ class TrainingEngine:
         return await asyncio.to_thread(self._train, work, end, stopped)
 
     def _train(self, work: Work, end: float, stopped: Callable[[], bool]) -> Trained | None:
-        stack = self._load(work)
+        stack, peers = self._load(work)
         partition = make_partition(self.config.noise, self.config.model.blocks, None)
         span = (work.first, work.stop)
-        trainer = BlockTrainer(stack, self.config, partition, [span], self.hardware, train_interface=self.layout.interface_travels)
+        trainer = BlockTrainer(stack, self.config, partition, [span], self.hardware, train_interface=self.layout.interface_travels, peers=peers)
         ce, began, done, slowest = 0.0, time.monotonic(), 0, 0.0
         steps = [step for first, stop in work.steps for step in range(first, stop)]
         for index, step in enumerate(steps):
@@ -225,21 +225,28 @@ class TrainingEngine:
         metrics = Metrics(ce=ce / done, tokens_per_s=rate, seconds=took)
         return self._encode(work, stack, done * self.config.train.batch_size, metrics)
 
-    def _load(self, work: Work) -> BlockStack:
-        """A stack of the interface, the span's blocks and the frozen ones before them, at the assignment's versions."""
-        held = tuple(sorted(int(part.part.removeprefix("block-")) for part in work.parts if part.part != INTERFACE))
-        if self._stack is None or self._stack[0] != held:
-            config = self.config
-            stack = BlockStack.of(config, held)
-            self._stack = held, stack.to(self.hardware.device)
-        stack = self._stack[1]
+    def _load(self, work: Work) -> tuple[BlockStack, BlockStack | None]:
+        """The interface with the span's blocks and the frozen ones before them; and where blocks learn from their common vote, all blocks, frozen.
+
+        All at the assignment's versions.
+        """
+        sent = [int(part.part.removeprefix("block-")) for part in work.parts if part.part != INTERFACE]
+        votes = bool(self.config.objective.vote_weight)
+        held = tuple(range(work.first, work.stop)) if votes else tuple(sorted(sent))
+        if self._stacks is None or self._stacks[0] != held:
+            stacks = [BlockStack.of(self.config, blocks) for blocks in ([held, sorted(sent)] if votes else [held])]
+            self._stacks = held, [stack.to(self.hardware.device) for stack in stacks]
+        stack, *peers = self._stacks[1]
         for part in work.parts:
-            state = _module(stack, part.part).state_dict()
-            with torch.no_grad():
-                for name, tensor in self._tensors(part):
-                    state[name].copy_(tensor)
+            states = [_module(each, part.part).state_dict() for each in (stack, *peers) if _holds(each, part.part)]
+            for name, tensor in self._tensors(part):
+                for state in states:
+                    with torch.no_grad():
+                        state[name].copy_(tensor)
         stack.requires_grad_(True)
-        return stack
+        for each in peers:
+            each.requires_grad_(False)
+        return stack, peers[0] if peers else None
 
     # --- The update ---
 
@@ -341,6 +348,10 @@ async def _alone_with(path: Path) -> AsyncIterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _holds(stack: BlockStack, part: str) -> bool:
+    return part == INTERFACE or part in {part_of(b) for b in stack.held}
 
 
 def _module(stack: BlockStack, part: str) -> nn.Module:

@@ -236,9 +236,9 @@ class Machine:
         key = self._key()
         steps = first_free([block.taken for block in placement.blocks], self._lease(placement.blocks))
         bases = tuple(Base(b.index, b.version, b.tokens, waits) for b, waits in zip(placement.blocks, placement.awaited, strict=True))
-        upstream = tuple(block.version for block in state.blocks[: bases[0].block])
+        upstream, downstream = (tuple(b.version for b in some) for some in (state.blocks[: bases[0].block], state.blocks[bases[-1].block + 1 :]))
         ends_at = state.now + placement.time_left_s
-        assignment = Assignment(key, worker.name, bases, state.seed, steps, state.now, ends_at, state.interface, upstream)
+        assignment = Assignment(key, worker.name, bases, state.seed, steps, state.now, ends_at, state.interface, upstream, downstream)
         for block in placement.blocks:
             self._put_block(replace(self._opened(block, key), taken=self._index.take(block, steps)))
         state.workers[worker.name] = replace(worker, last_ask=event.ask, last_key=key, last_blocks=assignment.blocks)

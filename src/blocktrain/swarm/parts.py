@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from blocktrain.config import RunConfig, make_config, merge_fields
 from blocktrain.diffusion.noise import make_partition
-from blocktrain.errors import ConfigError
 from blocktrain.model.transformer import BlockStack, Interface, shapes_only
 from blocktrain.seeding import generator
 from blocktrain.swarm.protocol import part_of
@@ -69,9 +68,7 @@ class Layout:
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """The parts of a run's model. Raises ConfigError where many workers cannot train it."""
-    if config.objective.vote_weight:
-        raise ConfigError("objective.vote_weight: must be 0 with many workers, which do not send each other their votes yet")
+    """The parts of a run's model."""
     entries: dict[str, Entries] = {}
     trainable: dict[str, tuple[str, ...]] = {}
     learns = _learning(config)

@@ -127,7 +127,7 @@ class Work(Message):
     stop: Count  # one past the last block
     steps: list[tuple[Count, Count]]
     schedule_step: Count  # where the learning rate of the span stands
-    parts: list[PartFiles]  # interface, upstream blocks, own blocks
+    parts: list[PartFiles]  # interface, frozen blocks, own blocks
     codec: Codec  # of the update
 
 

@@ -105,6 +105,7 @@ class Assignment:
     ends_at: float
     interface: int  # version of the shared interface when it was given
     upstream: tuple[int, ...]  # versions, when it was given, of all blocks before its first
+    downstream: tuple[int, ...] = ()  # and of all after its last
     upload: Upload | None = None
     answer: Answer | None = None  # once settled, for good
 

@@ -143,12 +143,15 @@ class SpanObjective:
     """
 
     def __init__(self, stack: BlockStack, config: RunConfig, views: list[View], peers: BlockStack | None = None) -> None:
-        """`peers`: all blocks as they were at the last merge, for blocks that learn from the common vote; by default as they are in `stack`."""
+        """`peers`: all blocks as they were at the last merge, frozen, for blocks that learn from their common vote. Without, `stack` holds all
+        of them, and the first loss runs them all: what is asked for later has been computed then.
+        """
         self.stack = stack
-        self.peers = peers or stack
-        self._votes: list[list[Tensor]] | None = None  # per view and block: log-probabilities (N, T, V) of the peers
         self.config = config
         self.views = views
+        self._peers = peers
+        self._ahead: list[dict[int, Tensor]] = [{} for _ in views]  # per view: states of blocks whose loss is still to come
+        self._votes: list[tuple[Tensor, dict[int, Tensor]] | None] = [None] * len(views)  # log-probabilities (N, T, V): the mean, each block's
         self._front: list[tuple[int, Tensor | None]] = [(0, None) for _ in self.views]  # per view: block, state in front of it
 
     def loss(self, span: Span) -> SpanLoss:
@@ -162,8 +165,13 @@ class SpanObjective:
     def _view_loss(self, index: int, view: View, span: Span) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, cross entropy per sample (N,), sigma (N,)) of one view."""
         assert span[0] < span[1], "a span holds a block"
+        weight_of_vote = self.config.objective.vote_weight
+        others = self._others(index, view, span[0]) if weight_of_vote else None
         state, noise, z, sigma = self._state_before(index, view, span[0]), None, None, None
         for b in range(*span):
+            if b in self._ahead[index]:
+                state = self._ahead[index].pop(b)
+                continue
             z, sigma = self._noisy_state(view, b)
             state, noise = span_state(self.stack, self.config, b, enter(self.stack, view.x, state), z, sigma)
             if b == span[0] and self.config.objective.input == "upstream":
@@ -171,8 +179,7 @@ class SpanObjective:
         assert state is not None
         weight, interface = self._weights(sigma if view.levels else None, view.y), self.stack.interface
         if self.config.objective.loss == "cross_entropy":
-            others = self._others(index, span[1] - 1) if self.config.objective.vote_weight else None
-            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight, others, self.config.objective.vote_weight)
+            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight, others, weight_of_vote)
             return loss, ce, sigma if view.levels else None
         logits, denoised = read_out(self.stack, self.config, span[1] - 1, state, noise, z, sigma)
         assert denoised is not None
@@ -183,20 +190,27 @@ class SpanObjective:
         # Cross entropy only tunes the sharpness here: the embedding it is computed from is detached.
         return (weight * distance).mean() + ce.mean(), ce, sigma
 
-    def _others(self, index: int, block: int) -> Tensor:
-        """What the vote has beside the live block's own log-probabilities, (N, T, V): the peers' mean, less what the block itself had there.
+    def _others(self, index: int, view: View, block: int) -> Tensor:
+        """What the vote has beside the live block's own log-probabilities, (N, T, V): the mean, less what the block itself had there.
 
         As if all blocks moved as this one does. Cross entropy is convex in the sum, so merged blocks are at least as good as they were on average.
         """
-        if self._votes is None:
-            with torch.no_grad():
-                self._votes = [[self._vote(view, b) for b in self.peers.held] for view in self.views]
-        votes = self._votes[index]
-        return torch.stack(votes).mean(0) - votes[self.peers.held.index(block)]
+        known = self._votes[index] or self._vote(index, view)
+        self._votes[index] = known
+        mean, own = known
+        return mean - own[block]
 
-    def _vote(self, view: View, block: int) -> Tensor:
-        state = self.peers.block(block)(enter(self.peers, view.x, None), None)
-        return torch.log_softmax(read_out(self.peers, self.config, block, state, None, None, None)[0], dim=-1)
+    def _vote(self, index: int, view: View) -> tuple[Tensor, dict[int, Tensor]]:
+        voters = self._peers or self.stack
+        own: dict[int, Tensor] = {}
+        for b in voters.held:
+            with torch.set_grad_enabled(self._peers is None):
+                state = voters.block(b)(enter(voters, view.x, None), None)
+            if self._peers is None:
+                self._ahead[index][b] = state
+            with torch.no_grad():
+                own[b] = torch.log_softmax(read_out(voters, self.config, b, state, None, None, None)[0].float(), dim=-1)
+        return torch.stack(list(own.values())).mean(0), {b: each for b, each in own.items() if b in self.stack.held}
 
     def _weights(self, sigma: Tensor | None, y: Tensor) -> Tensor:
         """What each sample's loss counts, (N,) float32: EDM's weight of its noise level, or 1."""

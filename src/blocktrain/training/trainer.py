@@ -52,8 +52,11 @@ class BlockTrainer:
         hardware: Hardware,
         *,
         train_interface: bool = True,
+        peers: BlockStack | None = None,
     ) -> None:
+        """`peers`: all blocks as they were at the last merge, where blocks learn from a common vote and `stack` does not hold all."""
         self.stack = stack
+        self.peers = peers
         self.config = config
         self.partition = partition
         self.spans = sorted(spans)
@@ -118,7 +121,8 @@ class BlockTrainer:
         ids = batch.to(self.hardware.device, torch.long)
         x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         views = make_views(self.config, self.partition, x, y, fold(self.config.seed, "step", step))
-        return SpanObjective(self.stack, self.config, views)
+        peers = self.peers or (self.stack if self.config.own_samples else None)  # where nobody else learns from this batch
+        return SpanObjective(self.stack, self.config, views, peers)
 
     def _average(self) -> None:
         for b in self.trained:
@@ -159,9 +163,9 @@ def step_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
             prefix = max(0, first - passed) * (model.layers_per_block * per_layer + enter)
             passed = max(passed, first + 1)
         total += 3 * trained + prefix
-    if objective.vote_weight:  # every block's votes on each batch
-        batches = len(spans) if config.own_samples else 1
-        total += batches * model.blocks * (model.layers_per_block * per_layer + head)
+    if objective.vote_weight:  # votes of all blocks on each batch: of the blocks that learn, or of frozen copies
+        alone = len(spans) < model.blocks or config.own_samples
+        total += (len(spans) if config.own_samples else 1) * model.blocks * (model.layers_per_block * per_layer * alone + head)
     return total * views * tokens
 
 
