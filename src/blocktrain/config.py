@@ -47,6 +47,7 @@ class ModelConfig(Section):
         default=3, ge=0, le=64, description="earlier positions that what each sub-layer reads is mixed with, channel by channel; 0 is none"
     )
     noise_dim: int = Field(default=64, ge=2, le=4096, description="width of the noise-level embedding; even")
+    block_heads: bool = Field(default=False, description="each block has a head of its own; false: all blocks share one")
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:
@@ -351,6 +352,8 @@ class RunConfig(Section):
             raise ValueError(f"noise.partition: needs model.blocks + 1 = {blocks + 1} boundaries, got {len(self.noise.partition)}")
         if self.objective.window >= self.model.positions:
             raise ValueError(f"objective.window: {self.objective.window} must be below model.positions {self.model.positions}")
+        if self.model.block_heads and self.objective.loss == "embedding_mse":
+            raise ValueError("model.block_heads: needs objective.loss = 'cross_entropy', an embedding is read without a head")
         if self.noise.partition == "information" and not (self.objective.noisy and self.objective.span == 1 and blocks > 1):
             raise ValueError("noise.partition: 'information' needs objective.denoise_weight > 0, objective.span = 1 and model.blocks > 1")
         if self.round.min_span > blocks:
@@ -439,7 +442,8 @@ def reference_config(config: RunConfig) -> RunConfig:
     objective = ObjectiveConfig(input="upstream", span=config.model.blocks, denoise_weight=0.0, anchor_weight=1.0, start="zero")
     train = config.train.model_copy(update={"order": "interleaved", "samples": "auto"})
     noise = config.noise if config.noise.partition != "information" else config.noise.model_copy(update={"partition": "lognormal"})
-    return config.model_copy(update={"objective": objective, "train": train, "noise": noise})
+    model = config.model.model_copy(update={"block_heads": False})  # one read-out needs one head
+    return config.model_copy(update={"model": model, "objective": objective, "train": train, "noise": noise})
 
 
 def make_config(fields: dict[str, Any], source: str = "run.toml") -> RunConfig:
@@ -513,7 +517,7 @@ def parse_assignment(text: str) -> dict[str, Any]:
 
 # What runs did before these could be set. Files that runs write hold every setting, so one in which only these are missing is older than they are.
 ADDED: dict[str, dict[str, Any]] = {
-    "model": {"short_conv": 0, "attention_ratio": 1.0},
+    "model": {"short_conv": 0, "attention_ratio": 1.0, "block_heads": False},
     "objective": {"vote_weight": 0.0},
     "train": {"samples": "shared"},
 }

@@ -65,7 +65,7 @@ def logits_of(chain: Chain, text: list[int], cuts: list[int], settings: Settings
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize("model", [{"short_conv": 0}, {"short_conv": 3}, {"heads": 1, "attention_ratio": 0.5}])
+@pytest.mark.parametrize("model", [{"short_conv": 0}, {"short_conv": 3}, {"heads": 1, "attention_ratio": 0.5}, {"block_heads": True}])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_served_logits_are_those_of_evaluation_and_do_not_depend_on_the_pieces(objective: dict[str, Any], model: dict[str, Any]):
     run = made_run(objective, model=model)

@@ -71,6 +71,7 @@ async def next_work(way: HttpLink, ask: str) -> Work:
 
 
 COMMON = {"vote_weight": 0.5}
+OWN_HEADS = {**MODEL, "block_heads": True}
 
 
 @pytest.mark.parametrize("objective", [{}, CLEAN, COMMON], ids=["alone", "upstream", "common vote"])
@@ -149,7 +150,7 @@ def test_int8_both_ways_the_replica_of_a_worker_has_the_coordinators_bits_and_ca
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_worker_that_learns_from_the_common_vote_gets_all_blocks_and_sends_its_own(codec: str, tmp_path: Path):
-    with serve(real_coordinator(tmp_path, objective=COMMON, outer={"upstream_codec": codec}, round=ROUND)) as served:
+    with serve(real_coordinator(tmp_path, objective=COMMON, outer={"upstream_codec": codec}, model=OWN_HEADS)) as served:
 
         async def story() -> tuple[Work, list[str], bool]:
             way, trainer, _ = await arrive(served, "w", tmp_path / "w")
@@ -170,3 +171,4 @@ def test_a_worker_that_learns_from_the_common_vote_gets_all_blocks_and_sends_its
     assert coded[f"block-{work.first:03d}"] == coded["interface"] == "file", "what it changes it has exactly"
     assert {coded[f"block-{b:03d}"] for b in range(2) if b != work.first} == {codec if codec != "fp32" else "file"}
     assert {name.partition("/")[0] for name in names} == {f"block-{work.first:03d}", "interface"}
+    assert f"block-{work.first:03d}/head.weight" in names and [name for name in names if name.startswith("interface")] == ["interface/tokens.weight"]

@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "clean": {"objective": CLEAN},
     "votes": {"objective": VOTES},
     "votes sequential": {"objective": VOTES, "train": {"order": "sequential"}},
+    "common vote": {"objective": {**VOTES, "vote_weight": 0.5}, "model": {"block_heads": True}},
     "spans": {"objective": {**CLEAN, "span": 2}},
     "paper": {"objective": PAPER},
     "adamw": {"objective": PAPER, "train": {"optimizer": "adamw"}},

@@ -59,6 +59,10 @@ def test_a_run_from_before_a_setting_is_read_with_what_it_did_then(tmp_path: Pat
         ({"objective": {"input": "upstream", "vote_weight": 0.5}}, ["objective.vote_weight", "objective.input"]),
         ({"objective": {"combine": "last", "vote_weight": 0.5}}, ["objective.vote_weight", "combine"]),
         ({"objective": {"vote_weight": 1.5}}, ["objective.vote_weight", "1.5"]),
+        (
+            {"objective": {"denoise_weight": 1.0, "anchor_weight": 0.0, "loss": "embedding_mse"}, "model": {"block_heads": True}},
+            ["model.block_heads", "objective.loss"],
+        ),
         ({"objective": {"vote_weight": 0.5}, "train": {"order": "sequential"}}, ["objective.vote_weight", "train.order"]),
         ({"objective": {"input": "upstream"}, "train": {"samples": "own"}}, ["train.samples", "objective.input"]),
         ({"objective": {"input": "independent", "private_layers": 1}}, ["objective.private_layers"]),

@@ -97,6 +97,7 @@ def test_the_activation_formula_is_what_autograd_keeps(name: str, mlp: str, prec
         {"layers_per_block": 5},
         {"embed_dim": 96, "mlp_ratio": 2.0},
         {"short_conv": 3},
+        {"block_heads": True},
         {"heads": 3, "attention_ratio": 0.625},
     ],
 )
@@ -107,9 +108,11 @@ def test_the_activation_formula_holds_at_other_shapes(shape: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_parameters_gradients_and_moments_are_exact(name: str, optimizer: str) -> None:
-    config = small_config(OBJECTIVES[name], optimizer)
+@pytest.mark.parametrize(
+    ("name", "block_heads"), [(name, own) for name in OBJECTIVES for own in (False, True) if not (own and name == "embedding mse")]
+)
+def test_parameters_gradients_and_moments_are_exact(name: str, optimizer: str, block_heads: bool) -> None:
+    config = small_config(OBJECTIVES[name], optimizer, block_heads=block_heads)
     for spans in ([spans_of(3, config.objective.span)[-1]], spans_of(3, config.objective.span)):
         trainer = make_trainer(config, spans)
         trainer.gradients(small_batch(config), 0)

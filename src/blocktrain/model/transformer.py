@@ -61,6 +61,8 @@ class Interface(nn.Module):
             for unused in (self.targets, self.enter, self.noise.mix, self.denoised):
                 leave_out(unused)
             leave_out(self, "log_sharpness")
+        if config.block_heads:
+            leave_out(self.head)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.tokens.weight, std=0.5)
@@ -75,13 +77,16 @@ class Interface(nn.Module):
 
 
 class DenoisingBlock(nn.Module):
-    """A run of consecutive layers, the gain in front of its read-out, and decoder layers of its own that are not handed on."""
+    """A run of consecutive layers, the gain in front of its read-out, and what may be its own: a head, decoder layers that are not handed on."""
 
     def __init__(self, config: ModelConfig, private_layers: int = 0, noisy: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config, noisy) for _ in range(config.layers_per_block))
         self.private = nn.ModuleList(TransformerLayer(config, noisy) for _ in range(private_layers))
         self.out_gain = nn.Parameter(torch.ones(config.width))
+        self.head = nn.Linear(config.width, VOCABULARY, bias=False) if config.block_heads else None
+        if self.head is not None:
+            nn.init.zeros_(self.head.weight)
         self.config = config
         self.cos: Tensor
         self.sin: Tensor
@@ -94,8 +99,11 @@ class DenoisingBlock(nn.Module):
         return self._run(self.layers, state, noise, tile, tile and tile.layers)
 
     def read(self, head: nn.Linear, state: Tensor, noise: Tensor | None, tile: BlockTile | None = None) -> Tensor:
-        """What a head says of the block's own state (N, T, D), through its private layers and normalised: (N, T, rows of the head)."""
-        state = self._run(self.private, state, noise, tile, tile and tile.private)
+        """What a head says of the block's own state (N, T, D), through its private layers and normalised: (N, T, rows of the head).
+
+        The block's own head where it has one, whatever is given.
+        """
+        state, head = self._run(self.private, state, noise, tile, tile and tile.private), head if self.head is None else self.head
         if tile is None:
             return project(state, self.out_gain, None, None, head.weight)[0]
         return head(rms_norm(state) * self.out_gain)
@@ -104,6 +112,7 @@ class DenoisingBlock(nn.Module):
         self, head: nn.Linear, state: Tensor, noise: Tensor | None, y: Tensor, weight: Tensor, others: Tensor | None = None, vote_weight: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """The weighted cross entropy of what `read` gives, without ever holding all of it: see `head_loss`."""
+        head = head if self.head is None else self.head
         return head_loss(self._run(self.private, state, noise, None, None), self.out_gain, head.weight, y, weight, others, vote_weight)
 
     def _run(

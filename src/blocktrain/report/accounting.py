@@ -113,11 +113,16 @@ def count_interface(config: RunConfig, first: int = 0) -> Count:
 
 
 def count_blocks(config: RunConfig, blocks: range) -> Count:
-    """Some consecutive blocks, each with its gain and, unless it is the last of the stack, its private layers."""
+    """Some consecutive blocks, each with its gain and, where it has them, its head and (not the last of the stack) its private layers."""
     last = config.model.blocks - 1 in blocks
     layers = len(blocks) * config.model.layers_per_block + (len(blocks) - last) * config.objective.private_layers
-    layer, gains = count_layer(config), config.model.width * len(blocks)
+    layer, gains = count_layer(config), read_out_weights(config) * len(blocks)
     return Count(layers * layer.all + gains, layers * layer.matrices, layers * layer.reached + gains)
+
+
+def read_out_weights(config: RunConfig) -> int:
+    """Parameters of a block that only its own read-out passes: the gain, and its head if it has one."""
+    return config.model.width * (1 + VOCABULARY * config.model.block_heads)
 
 
 def blocks_name(blocks: range) -> str:
@@ -127,11 +132,11 @@ def blocks_name(blocks: range) -> str:
 
 def count_trained(config: RunConfig, blocks: range, ends: int) -> Count:
     """Blocks in training, of which the last `ends` end a span: only through those do losses reach a block's gain and private layers."""
-    objective, model = config.objective, config.model
+    objective = config.objective
     unheard = len(blocks) - ends
     count, layer = count_blocks(config, blocks), count_layer(config)
     skipped = unheard * objective.private_layers
-    return Count(count.all, count.matrices - skipped * layer.matrices, count.reached - skipped * layer.reached - unheard * model.width)
+    return Count(count.all, count.matrices - skipped * layer.matrices, count.reached - skipped * layer.reached - unheard * read_out_weights(config))
 
 
 def span_holding(config: RunConfig, span: Span, p: Precision, name: str) -> Holding:

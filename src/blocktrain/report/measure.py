@@ -127,6 +127,7 @@ def tiny(config: RunConfig) -> RunConfig:
         noise_dim=8,
         mlp=config.model.mlp,
         short_conv=config.model.short_conv,
+        block_heads=config.model.block_heads,
     )
     objective = config.objective.model_copy(update={"window": min(config.objective.window, 4)})
     return config.model_copy(update={"model": model, "objective": objective, "train": config.train.model_copy(update={"batch_size": 2})})

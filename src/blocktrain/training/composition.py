@@ -116,7 +116,7 @@ class Composer:
         The noise of a slot is a function of (seed, draw, position) alone, so generating byte by byte and scoring a whole text agree.
         """
         objective, (n, t), e = self.config.objective, shape, self.config.model.embed_dim
-        device = self.stack.interface.head.weight.device
+        device = self.stack.interface.tokens.weight.device
         if not objective.noisy:
             return None
         if objective.start == "zero":
