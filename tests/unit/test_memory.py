@@ -40,6 +40,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "end to end": {"input": "upstream", "span": 3, **NO_NOISE},
     "common vote": {"input": "independent", "vote_weight": 0.5, **NO_NOISE},
 }
+WITH_A_HEAD = [name for name in OBJECTIVES if name != "embedding mse"]
 
 
 def small_config(objective: dict[str, Any], optimizer: str = "muon", batch: int = 3, **model: Any) -> RunConfig:
