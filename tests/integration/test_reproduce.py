@@ -51,10 +51,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_table_has_the_papers_figure_and_ours(made: Path):
     table = json.loads((made / "table.json").read_text())
     rows = {row["experiment"]: row for row in table["rows"]}
-    assert list(rows)[:2] == ["long-run, the paper's recipe", "long-run, our default"]
+    assert list(rows)[:3] == ["long-run, the paper's recipe", "long-run, our default", "long-run, our blocks with a common vote"]
     assert "1.359" in rows["long-run, the paper's recipe"]["paper"]
     kept = json.loads((made / "long-run.json").read_text())["result"]["figures"]
-    for recipe, name in (("paper", "long-run, the paper's recipe"), ("default", "long-run, our default")):
+    named = {"paper": "long-run, the paper's recipe", "default": "long-run, our default", "common": "long-run, our blocks with a common vote"}
+    for recipe, name in named.items():
         assert f"CE {kept[recipe]['headline_ce']:.3f}" in rows[name]["ours"]
         assert kept[recipe]["gap"] == pytest.approx(kept[recipe]["headline_ce"] - kept[recipe]["reference_ce"])
         assert f"gap {kept[recipe]['gap']:+.4f} ± {kept[recipe]['gap_standard_error']:.4f}" in rows[name]["ours"]
@@ -101,8 +102,8 @@ def test_a_stopped_one_goes_on_where_it_was(made: Path, texts: list[str], tmp_pa
     evaluated, evaluate = list[Path](), lab_module.evaluate
     monkeypatch.setattr(lab_module, "evaluate", lambda run, *rest: (evaluated.append(run.folder), evaluate(run, *rest))[1])
     assert cli.run(command) == 0
-    assert len(evaluated) == len(set(evaluated)) == 4, "each run is evaluated once, though two experiments look at one"
-    assert steps == [*range(13, 25), *range(1, 25)], "from the checkpoint of step 12 on, then the leaking arm"
+    assert len(evaluated) == len(set(evaluated)) == 5, "each run is evaluated once, though two experiments look at one"
+    assert steps == [*range(13, 25), *range(1, 25), *range(1, 25)], "from the checkpoint of step 12 on, then the common vote and the leaking arm"
     assert json.loads((tmp_path / "out" / "long-run.json").read_text()) == json.loads((made / "long-run.json").read_text())
 
 

@@ -74,9 +74,8 @@ def really_saved(config: RunConfig, span: Span, dtype: torch.dtype) -> int:
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         objective.loss(span)
-    for _, mean, own in ((i, *vote) for i, vote in enumerate(objective._votes) if vote):
-        assert {id(mean), *map(id, own.values())}.isdisjoint(map(id, kept.values()))
-        kept |= {-i: t for i, t in enumerate((mean, *own.values(), mean - mean), 1)}  # the votes, and what is left without the block's own
+    held = [tensor for rest in objective._rest if rest for tensor in rest.values()]
+    kept |= {tensor.untyped_storage().data_ptr(): tensor for tensor in held}  # the vote without the block: no backward pass reads it
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in known)
 
 

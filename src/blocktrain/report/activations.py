@@ -74,7 +74,7 @@ def interface_activations(config: RunConfig, span_blocks: int, noisy: bool, clea
     rows, mse = batch * model.positions, config.objective.loss == "embedding_mse"
     lines = {} if mse else {"head: its gradient": (VOCABULARY + 1) * model.width * p.weights}
     if config.objective.vote_weight:
-        lines["loss: the vote, one block's part of it and the others' (held, not saved)"] = 3 * rows * VOCABULARY * FLOAT32
+        lines["loss: the vote without the block (held, not saved)"] = rows * VOCABULARY * FLOAT32
     if noisy:
         lines["entry: c_in z"] = span_blocks * rows * model.embed_dim * p.compute
         lines["entry: noise level before and after SiLU"] = span_blocks * 3 * batch * model.noise_dim * p.compute

@@ -151,7 +151,7 @@ class SpanObjective:
         self.views = views
         self._peers = peers
         self._ahead: list[dict[int, Tensor]] = [{} for _ in views]  # per view: states of blocks whose loss is still to come
-        self._votes: list[tuple[Tensor, dict[int, Tensor]] | None] = [None] * len(views)  # log-probabilities (N, T, V): the mean, each block's
+        self._rest: list[dict[int, Tensor] | None] = [None] * len(views)  # per view and block: the vote without it, log-probabilities (N, T, V)
         self._front: list[tuple[int, Tensor | None]] = [(0, None) for _ in self.views]  # per view: block, state in front of it
 
     def loss(self, span: Span) -> SpanLoss:
@@ -191,26 +191,28 @@ class SpanObjective:
         return (weight * distance).mean() + ce.mean(), ce, sigma
 
     def _others(self, index: int, view: View, block: int) -> Tensor:
-        """What the vote has beside the live block's own log-probabilities, (N, T, V): the mean, less what the block itself had there.
+        """What the vote has beside the live block's own log-probabilities, (N, T, V): their mean, less what the block itself had there.
 
         As if all blocks moved as this one does. Cross entropy is convex in the sum, so merged blocks are at least as good as they were on average.
         """
-        known = self._votes[index] or self._vote(index, view)
-        self._votes[index] = known
-        mean, own = known
-        return mean - own[block]
+        rest = self._rest[index] or self._vote(index, view)
+        self._rest[index] = rest
+        return rest[block]
 
-    def _vote(self, index: int, view: View) -> tuple[Tensor, dict[int, Tensor]]:
-        voters = self._peers or self.stack
-        own: dict[int, Tensor] = {}
+    def _vote(self, index: int, view: View) -> dict[int, Tensor]:
+        """For each block that may learn, the vote without it."""
+        voters, own, total = self._peers or self.stack, dict[int, Tensor](), torch.zeros((), device=view.x.device)
         for b in voters.held:
             with torch.set_grad_enabled(self._peers is None):
                 state = voters.block(b)(enter(voters, view.x, None), None)
             if self._peers is None:
                 self._ahead[index][b] = state
             with torch.no_grad():
-                own[b] = torch.log_softmax(read_out(voters, self.config, b, state, None, None, None)[0].float(), dim=-1)
-        return torch.stack(list(own.values())).mean(0), {b: each for b, each in own.items() if b in self.stack.held}
+                spoken = torch.log_softmax(read_out(voters, self.config, b, state, None, None, None)[0].float(), dim=-1)
+                total = total + spoken / len(voters.held)
+            if b in self.stack.held:
+                own[b] = spoken
+        return {b: spoken.neg_().add_(total) for b, spoken in own.items()}
 
     def _weights(self, sigma: Tensor | None, y: Tensor) -> Tensor:
         """What each sample's loss counts, (N,) float32: EDM's weight of its noise level, or 1."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.config import DataConfig, RunConfig, make_config, merge_fields, reference_config
-from blocktrain.report.experiments.scale import DEFAULT, PAPER, Fields, Scale
+from blocktrain.report.experiments.scale import COMMON, DEFAULT, PAPER, Fields, Scale
 from blocktrain.report.memory import require_memory
 from blocktrain.training.checkpoint import LoadedRun, load_run
 from blocktrain.training.data import Corpus, heldout_windows
@@ -103,11 +103,17 @@ class Lab:
     def paper_config(self) -> RunConfig:
         return self.config(PAPER)
 
+    def common_config(self) -> RunConfig:
+        return self.config(DEFAULT, COMMON)
+
     def default_run(self) -> Path:
         return self.train("long-run/default", self.default_config())
 
     def paper_run(self) -> Path:
         return self.train("long-run/paper", self.paper_config())
+
+    def common_run(self) -> Path:
+        return self.train("long-run/common", self.common_config())
 
     def reference_run(self) -> Path:
         """The end-to-end Transformer beside our default."""

@@ -1,4 +1,4 @@
-"""The long run: the paper's recipe and our default, each against the end-to-end Transformer of the same shape on the same bytes."""
+"""The long run: the paper's recipe, our default, and our default with a common vote, beside the end-to-end Transformer of their shape."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ PAPER_SAYS = "CE 1.359 (perplexity 3.89), end to end 1.32: gap about 0.04"
 
 
 def key(lab: Lab) -> str:
-    return lab.key(lab.paper_config(), lab.default_config())
+    return lab.key(lab.paper_config(), lab.default_config(), lab.common_config())
 
 
 def run(lab: Lab) -> Result:
-    """Trains both recipes and their references."""
+    """Trains the recipes and their references."""
     reference, default = lab.evaluate(lab.reference_run()), lab.default_run()
     paper_reference, paper = lab.evaluate(lab.paper_reference_run()), lab.paper_run()
-    ours, theirs = lab.evaluate(default), lab.evaluate(paper)
+    ours, theirs, common = lab.evaluate(default), lab.evaluate(paper), lab.evaluate(lab.common_run())
     rows = [
         Row("long-run, the paper's recipe", PAPER_SAYS, _line(theirs, paper_reference), lab.differs(theirs, lab.paper_config())),
         Row("long-run, our default", "not stated (another recipe)", _line(ours, reference), lab.differs(ours)),
+        Row("long-run, our blocks with a common vote", "not stated (another recipe)", _line(common, reference), lab.differs(common)),
     ]
-    figures = {"paper": beside(theirs, paper_reference), "default": beside(ours, reference)}
-    runs = {"long-run/default": figures["default"], "long-run/paper": figures["paper"]}
+    figures = {"paper": beside(theirs, paper_reference), "default": beside(ours, reference), "common": beside(common, reference)}
+    runs = {f"long-run/{name}": figures[name] for name in ("default", "paper", "common")}
     return Result(rows, figures, tuple(runs), evaluations=runs)
 
 

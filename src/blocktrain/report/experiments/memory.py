@@ -13,12 +13,12 @@ MIB = 2**20
 
 
 def key(lab: Lab) -> str:
-    return lab.key(lab.paper_config(), lab.default_config(), more=lab.scale.measured)
+    return lab.key(lab.paper_config(), lab.default_config(), lab.common_config(), more=lab.scale.measured)
 
 
 def run(lab: Lab) -> Result:
     """Counts; takes two real steps of each kind in fresh processes where the scale says so."""
-    arms = {"the paper's recipe": lab.paper_config(), "our default": lab.default_config()}
+    arms = {"the paper's recipe": lab.paper_config(), "our default": lab.default_config(), "our blocks with a common vote": lab.common_config()}
     rows, figures = _paper_rows(), dict[str, Any]()
     for name, config in arms.items():
         lab.say(f"memory: {name}")

@@ -1,7 +1,8 @@
 """How large everything is: `smoke` to see that it runs, `bench` for hours of CPU, `paper` for a GPU.
 
-The two recipes that are compared stand here too: the paper's, and our default. At `paper` the paper's recipe keeps the optimizer and the ordinary
-layers of its preset, so its reference is another than that of our default; at the other scales both have one optimizer, one layer and one reference.
+The recipes that are compared stand here too: the paper's, our default, and what it becomes where blocks learn from their common vote.
+At `paper` the paper's recipe keeps the optimizer and the ordinary layers of its preset, so its reference is another than that of our default; at the
+other scales both have one optimizer, one layer and one reference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ Fields = dict[str, Any]
 
 PAPER: Fields = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
 DEFAULT: Fields = {"input": "independent", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero", "combine": "mean"}
+COMMON: Fields = {"objective": {"vote_weight": 1.0}, "model": {"block_heads": True}}  # over the default: blocks learn from their common vote
 WINDOW: Fields = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "weighting": "none", "start": "zero"}  # that sweeps as the paper does
 
 # The shape of the runs of many workers on one machine's cores: three small blocks, and rates that suit two replicas (docs/experiments.md).
