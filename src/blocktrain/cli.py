@@ -100,10 +100,11 @@ def train(
     if swarm and not reference:
         raise ConfigError(f"{run}: is trained by many workers; go on with `blocktrain coordinator {run}`, or use a new run folder")
     settings = run_settings(run, preset, config, data, set_)
+    from blocktrain.report.accounting import advice
     from blocktrain.report.memory import require_memory
     from blocktrain.training.data import load_corpus
 
-    for note in without_effect(settings):
+    for note in (*without_effect(settings), *advice(settings)):
         say(f"note: {note}")
     jobs = ([] if swarm else [("blocks", run, settings)]) + ([("reference", run / "reference", reference_config(settings))] if reference else [])
     for _, _, its in jobs:

@@ -53,6 +53,7 @@ def coordinator(
 
     May be killed at any moment; the same command goes on.
     """
+    from blocktrain.report.accounting import advice
     from blocktrain.swarm.host import Host, read_status
 
     if status:
@@ -61,6 +62,8 @@ def coordinator(
         print(json.dumps(figures)) if json_ else out.print(_status_table(figures))
         return 0
     settings = run_settings(run, preset, config, data, set_)
+    for note in advice(settings):
+        say(f"note: {note}")
     host = Host(
         run, settings, listen=listen, public=public, plaintext=plaintext, cert=cert, evaluate=evaluate, stay=stay, alone_min=alone_min, say=say
     )

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from blocktrain.config import RunConfig, make_config, reference_config
+from blocktrain.config import RunConfig, make_config, merge_fields, reference_config
 from blocktrain.diffusion.noise import make_partition
 from blocktrain.errors import ConfigError, MemoryLimitError
 from blocktrain.model.transformer import BlockStack, parameter_count
 from blocktrain.report import bench_training, memory
-from blocktrain.report.accounting import machine_holding, span_holding
+from blocktrain.report.accounting import MUCH_TEXT, advice, machine_holding, span_holding
 from blocktrain.report.activations import PRECISIONS, span_activations
 from blocktrain.report.measure import available_memory
 from blocktrain.report.memory import measure_block_step, memory_report, paper_figures, render, shape_report
@@ -260,3 +260,19 @@ def test_the_plain_loop_of_the_benchmark_takes_the_steps_of_the_end_to_end_refer
 def test_a_goal_that_is_missed_says_so() -> None:
     assert not bench_training.Goal("speed", 0.94, ">=", 0.95).met
     assert bench_training.Goal("memory", 1.15, "<=", 1.15).to_json()["met"]
+
+
+def test_where_much_text_is_read_for_each_parameter_the_common_vote_is_advised() -> None:
+    alone = small_config({"input": "independent", **NO_NOISE})
+    parameters = parameter_count(BlockStack.of(alone))
+
+    def advised(times: float, **sections: Any) -> list[str]:
+        steps = max(1, round(times * parameters / alone.tokens_per_step))
+        return advice(make_config(merge_fields(alone.model_dump(), {"train": {"steps": steps}, **sections})))
+
+    assert not advised(0.9 * MUCH_TEXT)
+    (told,) = advised(1.1 * MUCH_TEXT)
+    assert told.startswith(f"{1.1 * MUCH_TEXT:.0f} bytes of text for each parameter") and "--set objective.vote_weight=1" in told
+    for other in ({"input": "upstream"}, {"vote_weight": 1.0}, {"denoise_weight": 1.0}, {"combine": "last"}):
+        assert not advised(2 * MUCH_TEXT, objective=other)
+    assert not advised(2 * MUCH_TEXT, model={"blocks": 1})

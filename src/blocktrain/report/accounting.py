@@ -168,6 +168,23 @@ def machine_holding(config: RunConfig, p: Precision) -> Holding:
     return Holding("this run, every block at each step", parts)
 
 
+MUCH_TEXT = 10  # bytes trained on for each parameter; see docs/experiments.md, "members that know of each other"
+
+
+def advice(config: RunConfig) -> list[str]:
+    """What is known to do better than these settings, in a sentence each with its figure's place."""
+    model = config.model
+    if model.blocks == 1 or not (config.objective.alone and config.objective.votes) or config.objective.vote_weight:
+        return []
+    text = config.train.steps * config.tokens_per_step / (count_interface(config).all + count_blocks(config, range(model.blocks)).all)
+    if text < MUCH_TEXT or config.train.order == "sequential":
+        return []
+    return [
+        f"{text:.0f} bytes of text for each parameter: blocks that vote and know nothing of each other fall behind end-to-end training there; "
+        "--set objective.vote_weight=1 --set model.block_heads=true comes close to it (docs/concepts.md)"
+    ]
+
+
 def largest_span(config: RunConfig, p: Precision) -> Span:
     """The span whose worker holds most: later ones have more frozen weights before them, only the very last has no private layers."""
     spans = spans_of(config.model.blocks, config.objective.span)
