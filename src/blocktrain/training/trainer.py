@@ -86,7 +86,8 @@ class BlockTrainer:
         """
         figures = self.gradients(batch, step)
         figures.grad_norm = clip(self._modules(), self.config.train.clip_norm)
-        if not all(map(math.isfinite, (*figures.loss, *figures.grad_norm))) or max(figures.ce) > HOPELESS_CE:
+        scored = figures.loss if self.config.objective.vote_weight == 1 else figures.ce  # a member of a vote may be anything alone
+        if not all(map(math.isfinite, (*figures.loss, *figures.grad_norm))) or max(scored) > HOPELESS_CE:
             raise DivergedError(
                 f"step {step + 1}: training has diverged (CE {figures.ce}, loss {figures.loss}); the newest checkpoint is from before; "
                 "try a lower train.lr and train.muon_lr, or more train.warmup_steps"
