@@ -49,7 +49,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "upstream-1": ("detached state handed on, span 1", {"objective": CLEAN}),
     "votes": ("independent, clean, mean of the blocks", {"objective": VOTES}),
     "votes-shared": ("the same, all blocks on the same batches", {"objective": VOTES, "train": {"samples": "shared"}}),
-    "votes-common": ("the same, a head each, the loss is the vote's", {"objective": {**VOTES, "vote_weight": 1.0}, "model": {"block_heads": True}}),
+    "votes-common": ("the same, a head each, 0.8 of the loss is the vote's", {"objective": {**VOTES, "vote_weight": 0.8}, "model": {"block_heads": True}}),
     "votes-half": ("the same, half of the loss is the vote's", {"objective": {**VOTES, "vote_weight": 0.5}, "model": {"block_heads": True}}),
     "paper": ("paper's recipe, sigma [1, 10]", {"objective": PAPER}),
     "upstream-2": ("detached state handed on, spans of two blocks", {"objective": {**CLEAN, "span": 2}}),

@@ -272,7 +272,7 @@ def test_where_much_text_is_read_for_each_parameter_the_common_vote_is_advised()
 
     assert not advised(0.9 * MUCH_TEXT)
     (told,) = advised(1.1 * MUCH_TEXT)
-    assert told.startswith(f"{1.1 * MUCH_TEXT:.0f} bytes of text for each parameter") and "--set objective.vote_weight=1" in told
+    assert told.startswith(f"{1.1 * MUCH_TEXT:.0f} bytes of text for each parameter") and "--set objective.vote_weight=0.8" in told
     for other in ({"input": "upstream"}, {"vote_weight": 1.0}, {"denoise_weight": 1.0}, {"combine": "last"}):
         assert not advised(2 * MUCH_TEXT, objective=other)
     assert not advised(2 * MUCH_TEXT, model={"blocks": 1})
