@@ -54,7 +54,8 @@ def _keep_evaluation(path: Path, figures: dict[str, Any]) -> None:
 
 
 def _evaluation_table(result: Any, loaded: Any) -> Table:
-    title = f"Held-out cross entropy, nats per byte, lower is better ({result.windows} windows, {result.noise_draws} noise draw(s))"
+    draws = f", {result.noise_draws} noise draws" if result.noise_draws > 1 else ""
+    title = f"Held-out cross entropy, nats per byte, lower is better ({result.windows} windows{draws})"
     table = Table(title=title, title_justify="left")
     table.add_column("number", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
@@ -78,7 +79,9 @@ def _evaluation_table(result: Any, loaded: Any) -> Table:
     verdict = "the model is better" if result.headline_ce < result.ngram_ce else "the model is not there yet"
     table.add_row("n-gram (order 5)", _number(result.ngram_ce), f"what counting reaches on {result.ngram_bytes:,} training bytes: {verdict}")
     flops = f"{result.training_flops:.3g}" + (f" (reference {result.reference_flops:.3g})" if result.reference_flops else "")
-    table.add_row("trained on", f"{result.bytes_seen:,}", f"bytes; {flops} FLOPs; {result.parameters:,} parameters; seed {result.seed}")
+    other = result.reference_parameters not in (None, result.parameters)
+    parameters = f"{result.parameters:,}" + (f" (reference {result.reference_parameters:,})" if other else "")
+    table.add_row("trained on", f"{result.bytes_seen:,}", f"bytes; {flops} FLOPs; {parameters} parameters; seed {result.seed}")
     table.add_row("digests", "", f"config {result.config_digest[:16]}, model {result.model_digest[:16]}")
     return table
 

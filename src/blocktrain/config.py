@@ -47,7 +47,7 @@ class ModelConfig(Section):
         default=3, ge=0, le=64, description="earlier positions that what each sub-layer reads is mixed with, channel by channel; 0 is none"
     )
     noise_dim: int = Field(default=64, ge=2, le=4096, description="width of the noise-level embedding; even")
-    block_heads: bool = Field(default=False, description="each block has a head of its own; false: all blocks share one")
+    block_heads: bool = Field(default=False, description="each block has a head of its own; false: all share one, as the reference does in any case")
 
     @model_validator(mode="after")
     def check(self) -> ModelConfig:
@@ -157,8 +157,8 @@ class ObjectiveConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="share of a block's loss that is the cross entropy of all blocks' mean, the others taken as they are, or with many workers "
-        "as they were when the work was given; 0: each learns alone",
+        description="share, 0 to 1, of a block's loss that is the cross entropy of all blocks' mean, the others taken as they are, with many workers "
+        "as they were when the work was given; 0: each learns alone. Needs independent blocks without noise, and train.order = 'interleaved'",
     )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(
@@ -179,8 +179,8 @@ class ObjectiveConfig(Section):
         if self.loss == "embedding_mse" and (self.anchor_weight or self.readout == "evidence_free"):
             name = "anchor_weight" if self.anchor_weight else "readout"
             raise ValueError(f"objective.{name}: needs objective.loss = 'cross_entropy', an embedding has no logits to anchor or to free of evidence")
-        if self.vote_weight and not (self.alone and self.votes):
-            raise ValueError("objective.vote_weight: needs blocks that vote (objective.input = 'independent', denoise_weight = 0, combine = 'mean')")
+        if self.vote_weight and not self.alone:
+            raise ValueError(f"objective.vote_weight: {self.vote_weight:g} needs objective.input = 'independent' and objective.denoise_weight = 0")
         if self.input == "independent" and self.span > 1:
             raise ValueError(f"objective.span: {self.span} needs objective.input = 'upstream', independent blocks share no gradient")
         if self.input == "independent" and self.private_layers:
@@ -237,7 +237,7 @@ class TrainConfig(Section):
     samples: Literal["auto", "shared", "own"] = Field(
         default="auto",
         description="all blocks learn from the same batches, or each block reads the text in an order of its own; "
-        "auto: own where blocks are independent and without noise, shared elsewhere",
+        "auto: own where blocks are independent, without noise and without objective.vote_weight, shared elsewhere",
     )
     order: Literal["interleaved", "sequential"] = Field(
         default="interleaved",
@@ -602,8 +602,9 @@ def _description(section: type[BaseModel], key: str) -> str:
 
 def without_effect(config: RunConfig) -> list[str]:
     """Settings that differ from their default and change nothing in this run, each with the reason."""
+    idle = ["objective.vote_weight has no effect with one block"] if config.objective.vote_weight and config.model.blocks == 1 else []
     if config.objective.noisy:
-        return []
+        return idle
     changed = [f"noise.{key}" for key, value in config.noise if value != getattr(NoiseConfig(), key)]
     changed += [f"objective.{key}" for key in ("weighting", "readout", "loss") if getattr(config.objective, key) != getattr(ObjectiveConfig(), key)]
-    return [f"{name} has no effect while objective.denoise_weight = 0" for name in changed]
+    return [*idle, *(f"{name} has no effect while objective.denoise_weight = 0" for name in changed)]

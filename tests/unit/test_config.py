@@ -57,7 +57,7 @@ def test_a_run_from_before_a_setting_is_read_with_what_it_did_then(tmp_path: Pat
         ({"objective": {"input": "independent", "span": 2}}, ["objective.span", "upstream"]),
         ({"objective": {"span": 2}}, ["objective.span", "objective.input"]),
         ({"objective": {"input": "upstream", "vote_weight": 0.5}}, ["objective.vote_weight", "objective.input"]),
-        ({"objective": {"combine": "last", "vote_weight": 0.5}}, ["objective.vote_weight", "combine"]),
+        ({"objective": {"denoise_weight": 1.0, "vote_weight": 0.5}}, ["objective.vote_weight", "objective.denoise_weight"]),
         ({"objective": {"vote_weight": 1.5}}, ["objective.vote_weight", "1.5"]),
         (
             {"objective": {"denoise_weight": 1.0, "anchor_weight": 0.0, "loss": "embedding_mse"}, "model": {"block_heads": True}},

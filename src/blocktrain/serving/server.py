@@ -96,6 +96,7 @@ class StageServer:
         self._patience: dict[str, Patience] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.server: grpc.aio.Server | None = None
+        self._stopping = False
 
     async def start(self, address: str, max_bytes: int) -> int:
         """Listen; returns the port. Raises RuntimeError where the address cannot be had."""
@@ -118,6 +119,7 @@ class StageServer:
         return port
 
     async def stop(self, grace_s: float = 1.0) -> None:
+        self._stopping = True
         if self.server is not None:
             await self.server.stop(grace_s)
         for onward in self._onward.values():
@@ -178,7 +180,7 @@ class StageServer:
             stage.leave(peer)
             for task in (reader, peer.writer):
                 task.cancel()
-                task.add_done_callback(_look)
+                task.add_done_callback(self._look)
 
     async def _read(self, stage: Stage, peer: Peer, take: Taker, frames: AsyncIterator[bytes]) -> None:
         """What comes in. A frame that cannot be read, or that this peer does not send, ends the line, with the reason."""
@@ -270,15 +272,15 @@ class StageServer:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_look)
+        task.add_done_callback(self._look)
+
+    def _look(self, task: asyncio.Task[None]) -> None:
+        """What a task of a line ends with is known by then, unless it is a fault of ours. A line may be cut by our own stop."""
+        known = (grpc.RpcError, grpc.aio.BaseError if self._stopping else grpc.aio.UsageError)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, known):
+            log.error("a line failed", exc_info=error)
 
 
 def _tell(peer: Peer, frame: Frame, error: StageRefused | ProtocolError) -> None:
     refusal = error.refusal if isinstance(error, StageRefused) else Refusal(kind="refused", reason=str(error))
     peer.send(message_frame(Kind.ERROR, frame.text, refusal, frame.epoch, frame.step))
-
-
-def _look(task: asyncio.Task[None]) -> None:
-    """What a task of a line ends with is known by then, unless it is a fault of ours."""
-    if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, grpc.RpcError | grpc.aio.UsageError):
-        log.error("a line failed", exc_info=error)

@@ -216,11 +216,11 @@ def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | Non
     if blocks is None:
         held = list(range(config.model.blocks))
     stack = BlockStack.of(config, held)
-    load_module("interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
+    load_module(f"{run}: interface.safetensors", stack.interface, checkpoint.tensors("interface.safetensors"))
     for b in held:
         if block_file(b) not in checkpoint.progress.files:
             raise CheckpointError(f"{run}: block {b} has not been trained yet; go on with `blocktrain train {run}`")
-        load_module(block_file(b), stack.block(b), checkpoint.tensors(block_file(b)))
+        load_module(f"{run}: {block_file(b)}", stack.block(b), checkpoint.tensors(block_file(b)))
     partition = make_partition(config.noise, config.model.blocks, checkpoint.progress.fitted)
     return LoadedRun(run, config, trained, checkpoint.progress, stack.eval().requires_grad_(False), partition)
 

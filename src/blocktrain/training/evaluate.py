@@ -66,6 +66,7 @@ class Evaluation:
     bytes_seen: int
     training_flops: float
     reference_flops: float | None
+    reference_parameters: int | None
     parameters: int
     seed: int
     config_digest: str
@@ -205,6 +206,7 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
         bytes_seen=run.progress.bytes_seen,
         training_flops=run.progress.training_flops,
         reference_flops=reference[1] if reference else None,
+        reference_parameters=reference[2] if reference else None,
         parameters=parameter_count(run.stack),
         seed=run.config.seed,
         config_digest=run.progress.config_digest,
@@ -212,8 +214,8 @@ def evaluate(run: LoadedRun, corpus: Corpus, warn: Callable[[str], None]) -> Eva
     )
 
 
-def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[Tensor, float] | None:
-    """(CE of each window, training FLOPs) of the end-to-end Transformer on the same windows, where it was trained as this run was."""
+def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None]) -> tuple[Tensor, float, int] | None:
+    """(CE of each window, training FLOPs, parameters) of the end-to-end Transformer on the same windows, where it was trained as this run was."""
     folder = run.folder / "reference"
     if not (folder / "run.toml").is_file():
         return None
@@ -230,7 +232,7 @@ def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None])
             "" if its.bytes_seen < mine.bytes_seen and (run.folder / "swarm").is_dir() else advice
         )  # spans that overlap see some blocks more often
     else:
-        return Evaluator(reference, windows).rollout()[0, -1], its.training_flops
+        return Evaluator(reference, windows).rollout()[0, -1], its.training_flops, parameter_count(reference.stack)
     warn(f"{folder}: {problem}, so there is no gap{advice}")
     return None
 
