@@ -166,6 +166,21 @@ def test_evaluate_may_change_how_a_run_is_read_but_not_what_it_is(text: Path, tm
     assert "noise.sigma_max" in err
 
 
+def test_a_run_of_a_common_vote_is_read_by_one_block_too_and_names_both_counts_of_parameters(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = str(tmp_path / "run")
+    common = ["--set=objective.input=independent", "--set=objective.vote_weight=0.8", "--set=model.block_heads=true"]
+    code, out, _ = call(capsys, "train", folder, "--data", str(text), "--reference", *QUICK, *common)
+    assert code == 0
+    votes = json.loads(call(capsys, "evaluate", folder, "--json")[1])
+    assert votes["parameters"] > votes["reference_parameters"]
+    assert f"{votes['parameters']:,} (reference {votes['reference_parameters']:,})" in out
+    code, out, err = call(capsys, "evaluate", folder, "--json", "--set", "objective.combine=last")
+    assert (code, err.count("Traceback")) == (0, 0)
+    assert json.loads(out)["headline_ce"] != votes["headline_ce"]
+
+
 def test_help_answers_without_loading_torch():
     import subprocess
     import sys
