@@ -43,14 +43,19 @@ from blocktrain.training.trainer import step_flops, worker_flops
 
 CLEAN = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 
+
+def common_vote(share: float) -> dict[str, Any]:
+    return {"objective": {**VOTES, "vote_weight": share}, "model": {"block_heads": True}}
+
+
 # name -> (meaning, settings over the bench preset)
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("end-to-end Transformer", {"objective": CLEAN}),
     "upstream-1": ("detached state handed on, span 1", {"objective": CLEAN}),
     "votes": ("independent, clean, mean of the blocks", {"objective": VOTES}),
     "votes-shared": ("the same, all blocks on the same batches", {"objective": VOTES, "train": {"samples": "shared"}}),
-    "votes-common": ("the same, a head each, 0.8 of the loss is the vote's", {"objective": {**VOTES, "vote_weight": 0.8}, "model": {"block_heads": True}}),
-    "votes-half": ("the same, half of the loss is the vote's", {"objective": {**VOTES, "vote_weight": 0.5}, "model": {"block_heads": True}}),
+    "votes-common": ("the same, a head each, 0.8 of the loss is the vote's", common_vote(0.8)),
+    "votes-half": ("the same, a head each, half of the loss is the vote's", common_vote(0.5)),
     "paper": ("paper's recipe, sigma [1, 10]", {"objective": PAPER}),
     "upstream-2": ("detached state handed on, spans of two blocks", {"objective": {**CLEAN, "span": 2}}),
     "paper-0-2": ("paper's recipe, sigma [0, 2]", {"objective": PAPER, "noise": {"sigma_min": 0.0, "sigma_max": 2.0}}),
