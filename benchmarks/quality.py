@@ -39,7 +39,7 @@ from blocktrain.training.data import Corpus, load_corpus
 from blocktrain.training.evaluate import Evaluation, evaluate
 from blocktrain.training.objective import spans_of
 from blocktrain.training.run import StepReport, TrainingRun
-from blocktrain.training.trainer import step_flops, worker_flops
+from blocktrain.training.trainer import training_flops, worker_flops
 
 CLEAN = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 
@@ -111,9 +111,9 @@ def arm_config(name: str, seed: int, options: argparse.Namespace) -> RunConfig:
 
 
 def flops_of(config: RunConfig, accounting: str) -> int:
-    """Of one step of every block."""
-    count = worker_flops if accounting == "workers" else step_flops
-    return count(config, spans_of(config.model.blocks, config.objective.span), config.tokens_per_step)
+    """Of all steps of every block."""
+    count = worker_flops if accounting == "workers" else training_flops
+    return count(config, spans_of(config.model.blocks, config.objective.span), config.train.steps)
 
 
 def say(message: str) -> None:
@@ -157,7 +157,7 @@ def row(arm: str, meaning: str, config: RunConfig, result: Evaluation, seconds: 
     figures = result.to_json()
     keys = ["headline_ce", "rollout_ce", "rollout_std", "oracle_ce", "sigma_bins", "best_single_block_ce", "composition_gain"]
     keys += ["ngram_ce", "bytes_seen", "parameters", "seed"]
-    flops = {kind: config.train.steps * flops_of(config, kind) for kind in ("machine", "workers")}
+    flops = {kind: flops_of(config, kind) for kind in ("machine", "workers")}
     shown = {
         "arm": arm,
         "meaning": meaning,

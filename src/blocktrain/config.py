@@ -160,6 +160,9 @@ class ObjectiveConfig(Section):
         description="share, 0 to 1, of a block's loss that is the cross entropy of all blocks' mean, the others taken as they are, with many workers "
         "as they were when the work was given; 0: each learns alone. Needs independent blocks without noise, and train.order = 'interleaved'",
     )
+    vote_from: float = Field(
+        default=0.0, ge=0, lt=1, description="share of train.steps after which vote_weight takes effect; before, each block learns alone"
+    )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(
         default=0,
@@ -237,7 +240,7 @@ class TrainConfig(Section):
     samples: Literal["auto", "shared", "own"] = Field(
         default="auto",
         description="all blocks learn from the same batches, or each block reads the text in an order of its own; "
-        "auto: own where blocks are independent, without noise and without objective.vote_weight, shared elsewhere",
+        "auto: own where blocks are independent and without noise, as long as they do not learn from their common vote; shared elsewhere",
     )
     order: Literal["interleaved", "sequential"] = Field(
         default="interleaved",
@@ -393,8 +396,16 @@ class RunConfig(Section):
 
     @property
     def own_samples(self) -> bool:
-        """Whether each block reads the text in an order of its own."""
-        return self.train.samples == "own" or (self.train.samples == "auto" and self.objective.alone and not self.objective.vote_weight)
+        """Whether each block begins with an order of the text of its own."""
+        return self.own_samples_at(0)
+
+    def own_samples_at(self, step: int) -> bool:
+        """Whether each block reads step `step` (from 0) in an order of its own."""
+        return self.train.samples == "own" or (self.train.samples == "auto" and self.objective.alone and not self.votes_at(step))
+
+    def votes_at(self, step: int) -> bool:
+        """Whether blocks learn from their common vote at step `step` (from 0)."""
+        return self.objective.vote_weight > 0 and step >= self.objective.vote_from * self.train.steps
 
     @property
     def tokens_per_step(self) -> int:
@@ -518,7 +529,7 @@ def parse_assignment(text: str) -> dict[str, Any]:
 # What runs did before these could be set. Files that runs write hold every setting, so one in which only these are missing is older than they are.
 ADDED: dict[str, dict[str, Any]] = {
     "model": {"short_conv": 0, "attention_ratio": 1.0, "block_heads": False},
-    "objective": {"vote_weight": 0.0},
+    "objective": {"vote_weight": 0.0, "vote_from": 0.0},
     "train": {"samples": "shared"},
 }
 

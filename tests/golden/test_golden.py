@@ -16,7 +16,7 @@ from blocktrain.serialization import tensor_digest
 from blocktrain.training.data import load_corpus
 from blocktrain.training.hardware import Hardware
 from blocktrain.training.objective import SpanBatches, spans_of
-from blocktrain.training.trainer import BlockTrainer, step_flops, worker_flops
+from blocktrain.training.trainer import BlockTrainer, training_flops, worker_flops
 from tests.conftest import CLEAN, PAPER, tiny_config
 
 
@@ -78,13 +78,18 @@ def test_parameters_and_flops_of_a_known_shape():
     assert parameter_count(BlockStack.of(noisy)) == 3 * (layer + 32) + interface
     forward = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 2 * 32 * 32
     head = 2 * 32 * 256
-    assert step_flops(config, spans_of(3, 1), 100) == 100 * 3 * 3 * (forward + head)
-    assert step_flops(config, spans_of(3, 3), 100) == 100 * 3 * (3 * forward + head)
-    assert step_flops(config, [(2, 3)], 100) == 100 * (3 * (forward + head) + 2 * forward)  # two frozen blocks in front
+    tokens = 10 * config.tokens_per_step
+    assert training_flops(config, spans_of(3, 1), 10) == tokens * 3 * 3 * (forward + head)
+    assert training_flops(config, spans_of(3, 3), 10) == tokens * 3 * (3 * forward + head)
+    assert training_flops(config, [(2, 3)], 10) == tokens * (3 * (forward + head) + 2 * forward)  # two frozen blocks in front
     frozen = (0 + 1 + 2) * forward  # blocks that separate workers run for themselves
-    assert worker_flops(config, spans_of(3, 1), 100) == 100 * (3 * 3 * (forward + head) + frozen)
+    assert worker_flops(config, spans_of(3, 1), 10) == tokens * (3 * 3 * (forward + head) + frozen)
     alone = tiny_config(objective={**CLEAN, "input": "independent"}, model=NO_TAPS)
-    assert worker_flops(alone, spans_of(3, 1), 100) == step_flops(alone, spans_of(3, 1), 100) == 100 * 3 * 3 * (forward + head)
-    common = tiny_config(objective={**CLEAN, "input": "independent", "vote_weight": 1.0}, model=NO_TAPS)
-    assert step_flops(common, spans_of(3, 1), 100) == 100 * (3 * 3 * (forward + head) + 3 * head)  # what was said is read twice
-    assert worker_flops(common, spans_of(3, 1), 100) == 100 * 3 * (3 * (forward + head) + 3 * (forward + head))  # frozen copies of all
+    by_itself = tokens * 3 * 3 * (forward + head)
+    assert worker_flops(alone, spans_of(3, 1), 10) == training_flops(alone, spans_of(3, 1), 10) == by_itself
+    vote = {**CLEAN, "input": "independent", "vote_weight": 1.0}
+    common = tiny_config(objective=vote, model=NO_TAPS)
+    assert training_flops(common, spans_of(3, 1), 10) == by_itself + tokens * 3 * head  # what was said is read twice
+    assert worker_flops(common, spans_of(3, 1), 10) == 2 * by_itself  # frozen copies of all
+    late = tiny_config(objective={**vote, "vote_from": 0.5}, model=NO_TAPS, train={"steps": 16})
+    assert worker_flops(late, spans_of(3, 1), 10) == by_itself + by_itself / 5, "two of ten steps come after half of sixteen"

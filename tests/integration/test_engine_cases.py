@@ -71,10 +71,11 @@ async def next_work(way: HttpLink, ask: str) -> Work:
 
 
 COMMON = {"vote_weight": 0.5}
+LATE = {"vote_weight": 0.5, "vote_from": 0.002}  # of 4,000 steps
 OWN_HEADS = {**MODEL, "block_heads": True}
 
 
-@pytest.mark.parametrize("objective", [{}, CLEAN, COMMON], ids=["alone", "upstream", "common vote"])
+@pytest.mark.parametrize("objective", [{}, CLEAN, COMMON, LATE], ids=["alone", "upstream", "common vote", "late vote"])
 def test_whoever_joins_after_thirty_rounds_trains_the_same_update_as_who_was_there_from_the_start(objective: dict[str, Any], tmp_path: Path):
     with serve(real_coordinator(tmp_path, objective=objective, round={**ROUND, "inner_steps": 1})) as served:
 
@@ -95,6 +96,25 @@ def test_whoever_joins_after_thirty_rounds_trains_the_same_update_as_who_was_the
             await late_way.close()
 
         in_time(story(), 300)
+
+
+def test_a_worker_is_sent_other_blocks_only_once_the_common_vote_has_begun(tmp_path: Path):
+    with serve(real_coordinator(tmp_path, objective=LATE, round={**ROUND, "inner_steps": 2})) as served:
+
+        async def story() -> list[tuple[int, int, int]]:
+            way, trainer, _ = await arrive(served, "w", tmp_path / "w")
+            seen = []
+            for number in range(12):
+                work = await next_work(way, f"ask-{number}")
+                before = [len(trainer.batches.batch([(work.first, work.stop)], 0, work.schedule_step).shape)]
+                await hand_in(way, trainer, work)
+                seen.append((work.schedule_step, sum(part.part.startswith("block") for part in work.parts), *before))
+            await way.close()
+            return seen
+
+        seen = in_time(story(), 300)
+    assert {step >= 8 for step, _, _ in seen} == {False, True}
+    assert all((blocks, dimensions) == ((2, 2) if step >= 8 else (1, 3)) for step, blocks, dimensions in seen)
 
 
 def test_an_update_lists_what_learns_and_nothing_else(tmp_path: Path):

@@ -70,7 +70,7 @@ def really_saved(config: RunConfig, span: Span, dtype: torch.dtype) -> int:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    objective = SpanObjective(trainer.stack, config, make_views(config, trainer.partition, x, y, seed=1), trainer.peers)
+    objective = SpanObjective(trainer.stack, config, make_views(config, trainer.partition, x, y, seed=1), vote_weight=config.objective.vote_weight, peers=trainer.peers)
     autocast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
         objective.loss(span)

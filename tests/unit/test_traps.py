@@ -287,6 +287,31 @@ def test_blocks_that_learn_from_their_vote_have_its_gradient(own: float):
             assert torch.allclose(got[name], share * p.grad, atol=1e-7, rtol=1e-4), name
 
 
+def test_a_vote_that_begins_late_leaves_blocks_alone_until_then(text: Path):
+    """Half of eight steps with an order of the text for each block and its own loss; then one batch for all, and the gradient of their vote."""
+    late = tiny_config(objective={"vote_weight": 0.75, "vote_from": 0.5}, train={"steps": 8})
+    batches, spans = SpanBatches(load_corpus(str(text)).train, late), spans_of(3, 1)
+    assert [batches.batch(spans, step).ndim for step in range(8)] == [3] * 4 + [2] * 4
+    assert [batches.batch([(1, 2)], 100, schedule_step=at).ndim for at in (3, 4)] == [3, 2], "a worker's samples are anywhere in the text"
+
+    def gradients(config: RunConfig, step: int) -> torch.Tensor:
+        stack = make_stack(config)
+        trainer = BlockTrainer(stack, config, make_partition(config.noise, 3), spans, CPU)
+        trainer.step(make_batch(config), 0)  # heads begin at zero, and nothing would pass through them
+        trainer.gradients(make_batch(config), step)
+        return stack.block(0).layers[0].attention.query.weight.grad
+
+    alone, always = tiny_config(objective={"vote_weight": 0.0}, train={"steps": 8}), tiny_config(objective={"vote_weight": 0.75}, train={"steps": 8})
+    assert torch.equal(gradients(late, 3), gradients(alone, 3))
+    stack = make_stack(late)
+    trainer = BlockTrainer(stack, late, make_partition(late.noise, 3), spans, CPU)
+    trainer.step(make_batch(late), 0)
+    trainer.gradients(make_batch(late), 0, schedule_step=4)
+    voting = stack.block(0).layers[0].attention.query.weight.grad
+    assert not torch.allclose(voting, gradients(alone, 0), rtol=1e-2)
+    assert torch.equal(gradients(alone, 0), gradients(late, 0)) and not torch.equal(gradients(always, 0), gradients(late, 0))
+
+
 def test_a_worker_learns_from_the_vote_of_frozen_copies_as_if_all_blocks_moved_with_its_own():
     """Others stand where they were; the block's own part of the vote is what it had then, and has moved B times as far as one of B would."""
     config = tiny_config(objective={"vote_weight": 1.0})

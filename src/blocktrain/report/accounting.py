@@ -158,7 +158,7 @@ def machine_holding(config: RunConfig, p: Precision) -> Holding:
         return dataclasses.replace(span_holding(config, largest_span(config, p), p, ""), name="this run, one block after another")
     spans, blocks = spans_of(config.model.blocks, config.objective.span), range(config.model.blocks)
     interface_bytes, block_bytes = max((span_activations(config, span, p) for span in spans), key=sum)
-    if config.objective.vote_weight and not config.own_samples:  # all blocks speak before one learns
+    if config.objective.vote_weight and config.train.samples != "own":  # all blocks speak before one learns
         votes = config.train.batch_size * config.model.positions * VOCABULARY * FLOAT32
         interface_bytes, block_bytes = interface_bytes + (len(spans) - 1) * votes, len(spans) * block_bytes
     parts = (

@@ -35,7 +35,7 @@ from blocktrain.seeding import generator
 from blocktrain.training.hardware import Hardware, choose_hardware
 from blocktrain.training.objective import spans_of
 from blocktrain.training.optim import make_optimizers, schedule, set_rate
-from blocktrain.training.trainer import BlockTrainer, step_flops
+from blocktrain.training.trainer import BlockTrainer, training_flops
 
 Step = Callable[[Tensor, int], object]
 
@@ -139,7 +139,7 @@ def bench_speed(config: RunConfig, pairs: int, burst: int) -> dict[str, Any]:
     shape = (config.train.batch_size, config.model.positions + 1)
     batches = [torch.randint(VOCABULARY, shape, generator=generator(config.seed, "bench", i)) for i in range(burst)]
     plain, tokens = PlainLoop(config, hardware).step, config.tokens_per_step
-    flops = [step_flops(c, spans_of(c.model.blocks, c.objective.span), tokens) for c in (whole, config)]
+    flops = [training_flops(c, spans_of(c.model.blocks, c.objective.span), 1) for c in (whole, config)]
     return {
         "device": str(hardware),
         "threads": torch.get_num_threads(),

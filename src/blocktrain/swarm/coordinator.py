@@ -349,20 +349,21 @@ class Coordinator(Versions):
 
     def _work(self, assignment: Assignment) -> Work:
         first, stop = assignment.blocks[0], assignment.blocks[-1] + 1
+        schedule_step = min(base.tokens for base in assignment.bases) // self.config.tokens_per_step
+        votes = self.config.votes_at(schedule_step)
         parts = [self._part_files(INTERFACE, assignment.interface)]
         codec = self.config.outer.upstream_codec
-        if self.config.objective.input == "upstream" or self.config.objective.vote_weight:
+        if self.config.objective.input == "upstream" or votes:
             parts += [self._part_files(part_of(b), version, codec) for b, version in enumerate(assignment.upstream)]
-        if self.config.objective.vote_weight:
+        if votes:
             parts += [self._part_files(part_of(b), version, codec) for b, version in enumerate(assignment.downstream, stop)]
         parts += [self._part_files(part_of(base.block), base.version) for base in assignment.bases]
-        tokens = min(base.tokens for base in assignment.bases)
         return Work(
             key=assignment.key,
             first=first,
             stop=stop,
             steps=list(assignment.steps),
-            schedule_step=tokens // self.config.tokens_per_step,
+            schedule_step=schedule_step,
             parts=parts,
             codec=self.config.outer.up_codec,
         )

@@ -74,7 +74,7 @@ class TrainingEngine:
         self.layout: Layout
         self.batches: SpanBatches
         self._sound: set[tuple[str, int, int, int]] = set()  # files whose digest was right
-        self._stacks: tuple[tuple[int, ...], list[BlockStack]] | None = None  # by the blocks they hold
+        self._stacks: tuple[list[tuple[int, ...]], list[BlockStack]] | None = None  # by the blocks they hold
 
     # --- Once ---
 
@@ -213,7 +213,7 @@ class TrainingEngine:
             at = time.monotonic()
             if stopped() or at + slowest > end:
                 break
-            figures = trainer.step(self.batches.batch([span], step), step, work.schedule_step + index)
+            figures = trainer.step(self.batches.batch([span], step, work.schedule_step), step, work.schedule_step + index)
             slowest = max(slowest, time.monotonic() - at)
             ce, done = ce + figures.ce[0], index + 1
             crash.point("worker.in_training")
@@ -231,11 +231,11 @@ class TrainingEngine:
         All at the assignment's versions.
         """
         sent = [int(part.part.removeprefix("block-")) for part in work.parts if part.part != INTERFACE]
-        votes = bool(self.config.objective.vote_weight)
+        votes = self.config.votes_at(work.schedule_step)
         held = tuple(range(work.first, work.stop)) if votes else tuple(sorted(sent))
-        if self._stacks is None or self._stacks[0] != held:
-            stacks = [BlockStack.of(self.config, blocks) for blocks in ([held, sorted(sent)] if votes else [held])]
-            self._stacks = held, [stack.to(self.hardware.device) for stack in stacks]
+        wanted = [held, tuple(sorted(sent))] if votes else [held]
+        if self._stacks is None or self._stacks[0] != wanted:
+            self._stacks = wanted, [BlockStack.of(self.config, blocks).to(self.hardware.device) for blocks in wanted]
         stack, *peers = self._stacks[1]
         for part in work.parts:
             states = [_module(each, part.part).state_dict() for each in (stack, *peers) if _holds(each, part.part)]

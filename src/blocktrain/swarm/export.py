@@ -17,7 +17,7 @@ from blocktrain.swarm.coordinator import Coordinator
 from blocktrain.swarm.parts import INTERFACE
 from blocktrain.swarm.protocol import part_of
 from blocktrain.training.checkpoint import Progress, block_file, write_checkpoint
-from blocktrain.training.trainer import step_flops
+from blocktrain.training.trainer import training_flops
 
 
 def export(coordinator: Coordinator, run: Path, heldout_digest: str) -> int:
@@ -35,7 +35,7 @@ def export(coordinator: Coordinator, run: Path, heldout_digest: str) -> int:
         step=steps,
         finished=finished,
         bytes_seen=max(tokens for _, tokens in blocks),
-        training_flops=_flops(coordinator),
+        training_flops=_flops(coordinator, [tokens // config.tokens_per_step for _, tokens in blocks]),
         seconds=seconds,
         fitted=None,
         config=config.model_dump_json(),
@@ -61,8 +61,8 @@ def export(coordinator: Coordinator, run: Path, heldout_digest: str) -> int:
     return steps
 
 
-def _flops(coordinator: Coordinator) -> float:
-    """Of every accepted update, frozen blocks before the span included."""
+def _flops(coordinator: Coordinator, steps: list[int]) -> float:
+    """Of every accepted update, frozen blocks that it needed included; `steps` of each block, over which its updates are spread evenly."""
     config, total = coordinator.config, 0.0
     accepted = sa.select(store.updates.c.blocks, sa.func.sum(store.updates.c.num_samples).label("samples")).where(
         store.updates.c.kind.in_(["fresh", "late"])
@@ -70,5 +70,7 @@ def _flops(coordinator: Coordinator) -> float:
     with coordinator.store.transaction() as tx:
         for row in tx.rows(accepted.group_by(store.updates.c.blocks)):
             blocks = json.loads(row["blocks"])
-            total += step_flops(config, [(blocks[0], blocks[-1] + 1)], row["samples"] * config.model.positions)
+            taken = max(1, min(steps[b] for b in blocks))
+            each = training_flops(config, [(blocks[0], blocks[-1] + 1)], taken) / (taken * config.train.batch_size)
+            total += row["samples"] * each
     return total

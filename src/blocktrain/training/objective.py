@@ -25,7 +25,7 @@ from torch import Tensor
 from blocktrain.config import RunConfig
 from blocktrain.diffusion.edm import edm_weight
 from blocktrain.diffusion.noise import SIGMA_FLOOR, Partition
-from blocktrain.model.transformer import MASK_ID, BlockStack
+from blocktrain.model.transformer import MASK_ID, VOCABULARY, BlockStack
 from blocktrain.seeding import generator
 from blocktrain.training.composition import enter, read_out, span_state
 from blocktrain.training.data import Batches
@@ -47,12 +47,16 @@ class SpanBatches:
 
     def __init__(self, data: np.ndarray, config: RunConfig) -> None:
         """Raises DataError where the text is too short for one batch."""
+        self._config = config
         orders = config.model.blocks if config.own_samples else 1
         self._batches = [Batches(data, config.train.batch_size, config.model.positions, config.seed, order=order) for order in range(orders)]
 
-    def batch(self, spans: Sequence[Span], step: int) -> Tensor:
-        """Batch `step` (from 0), byte ids (N, T + 1), or (spans, N, T + 1) where blocks have their own. Raises DataError if the text has changed."""
-        if len(self._batches) == 1:
+    def batch(self, spans: Sequence[Span], step: int, schedule_step: int | None = None) -> Tensor:
+        """Batch `step` (from 0), byte ids (N, T + 1), or (spans, N, T + 1) where blocks have their own. Raises DataError if the text has changed.
+
+        Where many workers share a block's steps, `schedule_step` is how far the block's training is.
+        """
+        if not self._config.own_samples_at(step if schedule_step is None else schedule_step):
             return torch.from_numpy(self._batches[0].batch(step))
         return torch.from_numpy(np.stack([self._batches[first].batch(step) for first, _ in spans]))
 
@@ -142,13 +146,17 @@ class SpanObjective:
     already passed there.
     """
 
-    def __init__(self, stack: BlockStack, config: RunConfig, views: list[View], peers: BlockStack | None = None) -> None:
-        """`peers`: all blocks as they were at the last merge, frozen, for blocks that learn from their common vote. Without, `stack` holds all
-        of them, and the first loss runs them all: what is asked for later has been computed then.
+    def __init__(
+        self, stack: BlockStack, config: RunConfig, views: list[View], *, vote_weight: float = 0.0, peers: BlockStack | None = None
+    ) -> None:
+        """`vote_weight`: share of the loss that is the common vote's. `peers`: all blocks as they were at the last merge, frozen, for that vote.
+
+        Without peers `stack` holds all voters, and the first loss runs them all: what is asked for later has been computed then.
         """
         self.stack = stack
         self.config = config
         self.views = views
+        self._vote_weight = vote_weight
         self._peers = peers
         self._ahead: list[dict[int, Tensor]] = [{} for _ in views]  # per view: states of blocks whose loss is still to come
         self._rest: list[dict[int, Tensor] | None] = [None] * len(views)  # per view and block: the vote without it, log-probabilities (N, T, V)
@@ -165,8 +173,7 @@ class SpanObjective:
     def _view_loss(self, index: int, view: View, span: Span) -> tuple[Tensor, Tensor, Tensor | None]:
         """(loss, cross entropy per sample (N,), sigma (N,)) of one view."""
         assert span[0] < span[1], "a span holds a block"
-        weight_of_vote = self.config.objective.vote_weight
-        others = self._others(index, view, span[0]) if weight_of_vote else None
+        others = self._others(index, view, span[0]) if self._vote_weight else None
         state, noise, z, sigma = self._state_before(index, view, span[0]), None, None, None
         for b in range(*span):
             if b in self._ahead[index]:
@@ -179,7 +186,7 @@ class SpanObjective:
         assert state is not None
         weight, interface = self._weights(sigma if view.levels else None, view.y), self.stack.interface
         if self.config.objective.loss == "cross_entropy":
-            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight, others, weight_of_vote)
+            loss, ce = self.stack.block(span[1] - 1).loss(interface.head, state, noise, view.y, weight, others, self._vote_weight)
             return loss, ce, sigma if view.levels else None
         logits, denoised = read_out(self.stack, self.config, span[1] - 1, state, noise, z, sigma)
         assert denoised is not None
@@ -201,7 +208,8 @@ class SpanObjective:
 
     def _vote(self, index: int, view: View) -> dict[int, Tensor]:
         """For each block that may learn, the vote without it."""
-        voters, own, total = self._peers or self.stack, dict[int, Tensor](), torch.zeros((), device=view.x.device)
+        voters, own = self._peers or self.stack, dict[int, Tensor]()
+        total = torch.zeros(*view.y.shape, VOCABULARY, device=view.y.device)
         for b in voters.held:
             with torch.set_grad_enabled(self._peers is None):
                 state = voters.block(b)(enter(voters, view.x, None), None)
@@ -209,7 +217,7 @@ class SpanObjective:
                 self._ahead[index][b] = state
             with torch.no_grad():
                 spoken = torch.log_softmax(read_out(voters, self.config, b, state, None, None, None)[0].float(), dim=-1)
-                total = total + spoken / len(voters.held)
+                total.add_(spoken, alpha=1 / len(voters.held))
             if b in self.stack.held:
                 own[b] = spoken
         return {b: spoken.neg_().add_(total) for b, spoken in own.items()}

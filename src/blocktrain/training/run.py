@@ -108,7 +108,7 @@ class TrainingRun:
         _require_heldout(corpus, config)
         self.saved: Checkpoint | None = None  # the newest checkpoint
         self.fitted: list[float] | None = None
-        self.seconds = 0.0
+        self.seconds, self.flops = 0.0, 0.0
 
     def train(self) -> bool:
         """Train to the end; returns False if `stopped` ended it early (a checkpoint was then written).
@@ -162,7 +162,7 @@ class TrainingRun:
                     "put it back, or use a new run folder"
                 )
         discard_newer(self.folder, checkpoint)
-        self.fitted, self.seconds = progress.fitted, progress.seconds
+        self.fitted, self.seconds, self.flops = progress.fitted, progress.seconds, progress.training_flops
         return checkpoint
 
     def _train_phase(self, index: int) -> bool:
@@ -184,6 +184,7 @@ class TrainingRun:
             self._fit_partition(trainer, step + 1)
             took = time.monotonic() - began
             self.seconds += took
+            self.flops += step_flops(self.config, phase.spans, self.config.tokens_per_step, votes=self.config.votes_at(step))
             self._tell(index, step + 1, figures, took)
             if (step + 1) % self.config.train.checkpoint_every == 0 and step + 1 < steps:
                 self._save(index, step + 1, trainer, average)
@@ -250,14 +251,13 @@ class TrainingRun:
 
     def _progress(self, index: int, step: int) -> Progress:
         steps, tokens = self.config.train.steps, self.config.tokens_per_step
-        flops = sum(step_flops(self.config, phase.spans, tokens) * steps for phase in self.phases[:index])
         return Progress(
             updates=index * steps + step,
             phase=index,
             step=step,
             finished=index == len(self.phases) - 1 and step == steps,
             bytes_seen=(steps if index else step) * tokens,
-            training_flops=float(flops + step_flops(self.config, self.phases[index].spans, tokens) * step),
+            training_flops=self.flops,
             seconds=self.seconds,
             fitted=self.fitted,
             config=self.config.model_dump_json(),

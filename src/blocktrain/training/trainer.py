@@ -84,28 +84,29 @@ class BlockTrainer:
 
         Raises DivergedError, with weights and moments untouched, where the loss or a gradient norm is not finite or CE is beyond hope.
         """
-        figures = self.gradients(batch, step)
+        at = step if schedule_step is None else schedule_step
+        figures = self.gradients(batch, step, at)
         figures.grad_norm = clip(self._modules(), self.config.train.clip_norm)
-        scored = figures.loss if self.config.objective.vote_weight == 1 else figures.ce  # a member of a vote may be anything alone
+        scored = figures.loss if self._vote_weight(at) == 1 else figures.ce  # a member of a vote may be anything alone
         if not all(map(math.isfinite, (*figures.loss, *figures.grad_norm))) or max(scored) > HOPELESS_CE:
             raise DivergedError(
                 f"step {step + 1}: training has diverged (CE {figures.ce}, loss {figures.loss}); the newest checkpoint is from before; "
                 "try a lower train.lr and train.muon_lr, or more train.warmup_steps"
             )
-        figures.rate = schedule(step if schedule_step is None else schedule_step, self.config.train)
+        figures.rate = schedule(at, self.config.train)
         set_rate(self.optimizers, figures.rate)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return figures
 
-    def gradients(self, batch: Tensor, step: int) -> StepFigures:
+    def gradients(self, batch: Tensor, step: int, schedule_step: int | None = None) -> StepFigures:
         """Leave the gradient of every span's loss in the parameters; a block's is the mean over the spans that hold it."""
-        figures = StepFigures()
+        figures, vote_weight = StepFigures(), self._vote_weight(step if schedule_step is None else schedule_step)
         losses: list[SpanLoss] = []
-        shared = self._objective(batch, step) if batch.ndim == 2 else None
+        shared = self._objective(batch, step, vote_weight) if batch.ndim == 2 else None
         for index, span in enumerate(self.spans):
-            objective = shared or self._objective(batch[index], step)
+            objective = shared or self._objective(batch[index], step, vote_weight)
             with self.hardware.autocast():
                 result = objective.loss(span)
             result.loss.backward()
@@ -118,12 +119,20 @@ class BlockTrainer:
             self._log_sigma(result)
         return figures
 
-    def _objective(self, batch: Tensor, step: int) -> SpanObjective:
+    def _vote_weight(self, at: int) -> float:
+        """Share of the common vote in the loss at step `at` of the schedule.
+
+        The others have to be there: as peers, for a worker which was sent them with its work, or in the same stack.
+        """
+        everyone = len(self.trained) == self.config.model.blocks
+        return self.config.objective.vote_weight if self.peers or (everyone and self.config.votes_at(at)) else 0.0
+
+    def _objective(self, batch: Tensor, step: int, vote_weight: float) -> SpanObjective:
         ids = batch.to(self.hardware.device, torch.long)
         x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         views = make_views(self.config, self.partition, x, y, fold(self.config.seed, "step", step))
-        peers = self.peers or (self.stack if self.config.own_samples else None)  # where nobody else learns from this batch
-        return SpanObjective(self.stack, self.config, views, peers)
+        peers = self.peers or (self.stack if self.config.train.samples == "own" else None)  # where nobody else learns from this batch
+        return SpanObjective(self.stack, self.config, views, vote_weight=vote_weight, peers=peers)
 
     def _average(self) -> None:
         for b in self.trained:
@@ -145,10 +154,11 @@ def _scale(module: nn.Module, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], factor)
 
 
-def step_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
-    """Floating-point operations of one step: forward 1, backward 2; frozen prefix passes, private layers and every view counted.
+def step_flops(config: RunConfig, spans: Sequence[Span], tokens: int, *, votes: bool) -> int:
+    """Floating-point operations of one step: forward 1, backward 2; frozen prefix passes, private layers, votes and every view counted.
 
     Embedding look-ups, norms and the optimizer are left out, as is usual. A span's first block's forward pass is reused as the next span's prefix.
+    `votes`: whether blocks learn from their common vote in this step.
     """
     model, objective = config.model, config.objective
     per_layer = layer_flops(model)
@@ -164,12 +174,20 @@ def step_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
             prefix = max(0, first - passed) * (model.layers_per_block * per_layer + enter)
             passed = max(passed, first + 1)
         total += 3 * trained + prefix
-    if objective.vote_weight:  # votes of all blocks on each batch: of the blocks that learn, or of frozen copies
-        alone = len(spans) < model.blocks or config.own_samples
-        total += (len(spans) if config.own_samples else 1) * model.blocks * (model.layers_per_block * per_layer * alone + head)
+    if votes:  # of all blocks on each batch: of the blocks that learn, or of frozen copies
+        own = config.train.samples == "own"
+        alone = len(spans) < model.blocks or own
+        total += (len(spans) if own else 1) * model.blocks * (model.layers_per_block * per_layer * alone + head)
     return total * views * tokens
 
 
-def worker_flops(config: RunConfig, spans: Sequence[Span], tokens: int) -> int:
-    """The same where each span is trained by a worker of its own, which runs every block before the span itself."""
-    return sum(step_flops(config, [span], tokens) for span in spans)
+def training_flops(config: RunConfig, spans: Sequence[Span], steps: int) -> int:
+    """Of the first `steps` steps of a run on one machine."""
+    voting = sum(map(config.votes_at, range(steps)))
+    each = [step_flops(config, spans, config.tokens_per_step, votes=votes) for votes in (False, True)]
+    return (steps - voting) * each[0] + voting * each[1]
+
+
+def worker_flops(config: RunConfig, spans: Sequence[Span], steps: int) -> int:
+    """The same where each span is trained by a worker of its own, which runs every other block that it needs itself."""
+    return sum(training_flops(config, [span], steps) for span in spans)
