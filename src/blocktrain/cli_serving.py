@@ -230,7 +230,7 @@ def _memory(settings: RunConfig) -> tuple[int, list[int]]:
     from blocktrain.training.hardware import choose_hardware
 
     each = [4 * count_interface(settings).all, 4 * count_blocks(settings, range(1)).all]
-    return available_memory(choose_hardware(settings.train).device), each
+    return available_memory(choose_hardware(settings).device), each
 
 
 def _require_room(blocks: int, free: int, each: list[int]) -> int:

@@ -247,7 +247,8 @@ class TrainConfig(Section):
         description="every block at each step, or one block after another with only that block's weights, gradients and moments in memory",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="autocast; auto takes bfloat16 where the hardware is fast at it"
+        default="auto",
+        description="autocast; auto takes bfloat16 where the hardware is fast at it: GPUs and, from width 192 on, CPUs that have units for it",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto takes CUDA, then MPS, then the CPU")
     checkpoint_every: int = Field(default=200, ge=1, description="steps between checkpoints")

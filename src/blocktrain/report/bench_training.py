@@ -135,10 +135,10 @@ def compare(ours: Step, plain: Step, batches: list[Tensor], pairs: int) -> dict[
 
 def bench_speed(config: RunConfig, pairs: int, burst: int) -> dict[str, Any]:
     """Both objectives against the plain loop of the same layers."""
-    hardware, whole = choose_hardware(config.train), reference_config(config)
+    hardware, whole = choose_hardware(config), reference_config(config)
     shape = (config.train.batch_size, config.model.positions + 1)
     batches = [torch.randint(VOCABULARY, shape, generator=generator(config.seed, "bench", i)) for i in range(burst)]
-    plain, tokens = PlainLoop(config, hardware).step, config.tokens_per_step
+    plain = PlainLoop(config, hardware).step
     flops = [training_flops(c, spans_of(c.model.blocks, c.objective.span), 1) for c in (whole, config)]
     return {
         "device": str(hardware),

@@ -99,7 +99,7 @@ def sizes_of(config: RunConfig) -> Sizes:
 
 def require_memory(config: RunConfig, hosts_here: int) -> None:
     """Raises MemoryLimitError where so many hosts do not fit on this machine; a layer is made in float32 before it is converted."""
-    sizes, have = sizes_of(config), available_memory(choose_hardware(config.train).device)
+    sizes, have = sizes_of(config), available_memory(choose_hardware(config).device)
     need = hosts_here * (sizes.bytes_per_host + GIB // 2) + sizes.physical * 4
     if need > have:
         raise MemoryLimitError(

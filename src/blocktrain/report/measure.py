@@ -146,7 +146,7 @@ def take_steps(config: RunConfig, span: Span, held: list[int], steps: int, hardw
 def main() -> None:
     job = json.load(sys.stdin)
     config, span = make_config(job["config"], "stdin"), (job["span"][0], job["span"][1])
-    hardware = choose_hardware(config.train)
+    hardware = choose_hardware(config)
     take_steps(tiny(config), span, job["held"], 2, hardware)
     meter = Meter(hardware.device)
     take_steps(config, span, job["held"], job["steps"], hardware)

@@ -79,9 +79,9 @@ class MemoryReport:
 def precision_name(config: RunConfig) -> str:
     """The precision that the trainer would take here; a device that this machine lacks counts as `auto`."""
     try:
-        hardware = choose_hardware(config.train)
+        hardware = choose_hardware(config)
     except ConfigError:
-        hardware = choose_hardware(config.train.model_copy(update={"device": "auto"}))
+        hardware = choose_hardware(config.model_copy(update={"train": config.train.model_copy(update={"device": "auto"})}))
     return "mixed" if hardware.dtype == torch.bfloat16 else "float32"
 
 
@@ -116,7 +116,7 @@ def memory_report(config: RunConfig, *, dtype: str | None = None, span: Span | N
 
 def require_memory(config: RunConfig) -> None:
     """Raises MemoryLimitError with need and have where training this run cannot fit on this machine."""
-    hardware = choose_hardware(config.train)
+    hardware = choose_hardware(config)
     p = PRECISIONS["mixed" if hardware.dtype == torch.bfloat16 else "float32"]
     need, have = machine_holding(config, p).total.total, available_memory(hardware.device)
     if need > have:
@@ -128,7 +128,7 @@ def require_memory(config: RunConfig) -> None:
 
 def worker_capacity(config: RunConfig, budget: int | None = None) -> int:
     """Consecutive blocks, up to `round.max_span`, that a worker of `budget` bytes (default: what is free here) can train together; 0 if none."""
-    hardware = choose_hardware(config.train)
+    hardware = choose_hardware(config)
     p = PRECISIONS["mixed" if hardware.dtype == torch.bfloat16 else "float32"]
     have = available_memory(hardware.device) if budget is None else budget
     longest = 0
@@ -142,7 +142,7 @@ def worker_capacity(config: RunConfig, budget: int | None = None) -> int:
 
 def worker_memory(config: RunConfig | None) -> tuple[int, int]:
     """(bytes that a worker of the largest block of a run needs, 0 without one; bytes that are free on its device)."""
-    hardware = choose_hardware((config or RunConfig()).train)
+    hardware = choose_hardware(config or RunConfig())
     free = available_memory(hardware.device)
     if config is None:
         return 0, free
@@ -190,7 +190,7 @@ def measure_block_step(
     config = reference_config(config) if kind == "end_to_end" else config
     p = PRECISIONS[precision_name(config)]
     span = (0, config.model.blocks) if kind == "end_to_end" else span or largest_span(config, p)
-    need, have = span_holding(config, span, p, "").total.total, available_memory(choose_hardware(config.train).device)
+    need, have = span_holding(config, span, p, "").total.total, available_memory(choose_hardware(config).device)
     if need > have:
         raise MemoryLimitError(
             f"{kind} step needs about {need} bytes ({need / GIB:.2f} GiB), this machine has {have} ({have / GIB:.2f} GiB) free; "

@@ -91,7 +91,7 @@ class BlockRunner:
         self.config: RunConfig = run.config
         self.first, self.stop = first, run.config.model.blocks if stop is None else stop
         assert set(range(self.first, self.stop)) <= set(run.stack.held)
-        self.hardware = choose_hardware(run.config.train)
+        self.hardware = choose_hardware(run.config)
         self.composer = Composer(run.stack.to(self.hardware.device), run.config, run.partition)
 
     @property

@@ -29,7 +29,7 @@ import filelock
 import httpx2
 from pydantic import ValidationError
 
-from blocktrain.config import RunConfig, TrainConfig, make_config
+from blocktrain.config import RunConfig, make_config
 from blocktrain.errors import BlockTrainError, ConfigError, DataError, ProtocolError
 from blocktrain.swarm import identity
 from blocktrain.swarm.launch import workers_folder
@@ -134,7 +134,7 @@ class _Machine:
     def device(self) -> str:
         from blocktrain.training.hardware import choose_hardware
 
-        hardware = choose_hardware(TrainConfig())
+        hardware = choose_hardware(RunConfig())
         slow = "" if str(hardware.dtype).endswith("bfloat16") else "; bfloat16 is not fast here, so float32 is used"
         return f"a worker would take {hardware}{slow}"
 

@@ -84,7 +84,7 @@ class TrainingEngine:
             train = self.config.train.model_copy(update={"device": self.device})
             self.config = self.config.model_copy(update={"train": train})
         self.layout = layout_of(self.config)
-        self.hardware = choose_hardware(self.config.train)
+        self.hardware = choose_hardware(self.config)
         (self.folder / "parts").mkdir(parents=True, exist_ok=True)
         return self.capacity_of(self.config)
 

@@ -98,7 +98,7 @@ class Evaluator:
 
     def __init__(self, run: LoadedRun, windows: np.ndarray) -> None:
         self.run, self.config = run, run.config
-        self.hardware = choose_hardware(run.config.train)
+        self.hardware = choose_hardware(run.config)
         self.stack = run.stack.to(self.hardware.device)
         self.composer = Composer(self.stack, run.config, run.partition)
         self.windows = torch.from_numpy(windows.astype(np.int64))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blocktrain.config import TrainConfig
+from blocktrain.config import RunConfig
 from blocktrain.errors import ConfigError
 
 
@@ -27,24 +27,27 @@ class Hardware:
         return f"{self.device.type}, {str(self.dtype).removeprefix('torch.')}"
 
 
-def choose_hardware(config: TrainConfig) -> Hardware:
+BFLOAT16_WIDTH = 192  # on CPUs: narrower layers spend more on conversions than their products save (docs/experiments.md)
+
+
+def choose_hardware(config: RunConfig) -> Hardware:
     """Resolve `train.device` and `train.precision`; raises ConfigError where the named device is not there."""
-    name = config.device
+    name = config.train.device
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
     if not there[name]:
         raise ConfigError(f"train.device: {name} is not available on this machine")
     device = torch.device(name)
-    if config.precision == "auto":
-        return Hardware(device, torch.bfloat16 if _fast_bfloat16(device) else torch.float32)
-    return Hardware(device, getattr(torch, config.precision))
+    if config.train.precision == "auto":
+        return Hardware(device, torch.bfloat16 if _fast_bfloat16(device, config.model.width) else torch.float32)
+    return Hardware(device, getattr(torch, config.train.precision))
 
 
-def _fast_bfloat16(device: torch.device) -> bool:
+def _fast_bfloat16(device: torch.device, width: int) -> bool:
     """bfloat16 units: Ampere and later GPUs; CPUs with AVX512-BF16 or AMX. Elsewhere a CPU emulates it, 10 times slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu":
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        return width >= BFLOAT16_WIDTH and bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return False

@@ -146,9 +146,7 @@ class SpanObjective:
     already passed there.
     """
 
-    def __init__(
-        self, stack: BlockStack, config: RunConfig, views: list[View], *, vote_weight: float = 0.0, peers: BlockStack | None = None
-    ) -> None:
+    def __init__(self, stack: BlockStack, config: RunConfig, views: list[View], *, vote_weight: float = 0.0, peers: BlockStack | None = None) -> None:
         """`vote_weight`: share of the loss that is the common vote's. `peers`: all blocks as they were at the last merge, frozen, for that vote.
 
         Without peers `stack` holds all voters, and the first loss runs them all: what is asked for later has been computed then.

@@ -102,7 +102,7 @@ class TrainingRun:
     ) -> None:
         self.folder, self.config, self.corpus = folder, config, corpus
         self.report, self.say, self.stopped = report, say, stopped
-        self.hardware: Hardware = choose_hardware(config.train)
+        self.hardware: Hardware = choose_hardware(config)
         self.phases = plan(config)
         self.batches = SpanBatches(corpus.train, config)
         _require_heldout(corpus, config)

@@ -138,7 +138,7 @@ class Lab:
         size = f"{config.model.blocks} x {config.model.layers_per_block} layers, width {config.model.width}"
         if evaluation is not None:
             size += f", {evaluation.parameters:,} parameters, {evaluation.bytes_seen:,} bytes a block"
-        return f"{self.text}; {size}; {choose_hardware(config.train)}, {os.cpu_count()} cores"
+        return f"{self.text}; {size}; {choose_hardware(config)}, {os.cpu_count()} cores"
 
     @property
     def text(self) -> str:
