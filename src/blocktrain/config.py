@@ -388,6 +388,8 @@ class RunConfig(Section):
             for name, then in ADDED[section].items():  # runs from before these were there are the same runs
                 if fields[section][name] == then:
                     del fields[section][name]
+        if not self.objective.vote_weight:
+            fields["objective"].pop("vote_from", None)  # of a vote that there is not
         if self.objective.window:
             fields["objective"]["window"] = f"1 to {self.objective.window}"  # once all of one width, at the end and in the noisy view alone
         fields["train"]["samples"] = "own"
@@ -615,6 +617,8 @@ def _description(section: type[BaseModel], key: str) -> str:
 def without_effect(config: RunConfig) -> list[str]:
     """Settings that differ from their default and change nothing in this run, each with the reason."""
     idle = ["objective.vote_weight has no effect with one block"] if config.objective.vote_weight and config.model.blocks == 1 else []
+    if config.objective.vote_from and not config.objective.vote_weight:
+        idle.append("objective.vote_from has no effect while objective.vote_weight = 0")
     if config.objective.noisy:
         return idle
     changed = [f"noise.{key}" for key, value in config.noise if value != getattr(NoiseConfig(), key)]

@@ -18,6 +18,11 @@ with `exit_code`; anything else that escapes is our own bug and keeps its traceb
 from __future__ import annotations
 
 
+def how_to_install(extra: str) -> str:
+    """The command for an extra of this package, which is installed from its source."""
+    return f"pip install -c constraints.txt '.[{extra}]' in BlockTrain's source folder"
+
+
 class BlockTrainError(Exception):
     """Base of all deliberate errors; `exit_code` is what the command line returns for it."""
 

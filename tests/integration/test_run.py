@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "votes": {"objective": VOTES},
     "votes sequential": {"objective": VOTES, "train": {"order": "sequential"}},
     "common vote": {"objective": {**VOTES, "vote_weight": 0.5}, "model": {"block_heads": True}},
+    "vote of own samples": {"objective": {**VOTES, "vote_weight": 0.5}, "train": {"samples": "own"}},
     "late vote": {"objective": {**VOTES, "vote_weight": 0.5, "vote_from": 0.4}},
     "spans": {"objective": {**CLEAN, "span": 2}},
     "paper": {"objective": PAPER},

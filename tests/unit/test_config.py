@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.config import PRESETS, RunConfig, load_config, make_config, merge_fields, parse_assignment, preset_fields, reference_config, to_toml
+from blocktrain.config import (
+    PRESETS,
+    RunConfig,
+    load_config,
+    make_config,
+    merge_fields,
+    parse_assignment,
+    preset_fields,
+    reference_config,
+    to_toml,
+    without_effect,
+)
 from blocktrain.errors import ConfigError
 
 
@@ -118,3 +129,15 @@ def test_the_reference_has_the_same_shape_optimizer_and_data(preset: str):
     assert (reference.model, reference.data, reference.seed) == (config.model, config.data, config.seed)
     assert reference.train.model_copy(update={"order": config.train.order}) == config.train
     assert reference.objective.span == config.model.blocks
+
+
+def test_when_a_vote_begins_says_nothing_where_there_is_none():
+    late, plain = (make_config({"objective": {"vote_from": share}}) for share in (0.5, 0.0))
+    assert late.digest == plain.digest
+    assert without_effect(late) == ["objective.vote_from has no effect while objective.vote_weight = 0"] and not without_effect(plain)
+    voting = {"vote_weight": 0.5, "vote_from": 0.5}
+    config = make_config({"objective": voting, "train": {"steps": 7}})
+    assert [config.votes_at(step) for step in range(7)] == [False] * 4 + [True] * 3
+    assert [config.own_samples_at(step) for step in range(7)] == [True] * 4 + [False] * 3
+    assert len({make_config({"objective": each}).digest for each in (voting, {"vote_weight": 0.5}, {})}) == 3
+    assert without_effect(make_config({"objective": voting, "model": {"blocks": 1}})) == ["objective.vote_weight has no effect with one block"]

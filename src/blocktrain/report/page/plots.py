@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from blocktrain.errors import ConfigError
+from blocktrain.errors import ConfigError, how_to_install
 
 COLOURS = 8  # of the palette in page.css
 DASHES: tuple[tuple[float, ...], ...] = ((), (5.0, 2.0), (1.5, 1.5), (7.0, 2.0, 1.5, 2.0), (3.0, 3.0), (9.0, 3.0))
@@ -67,7 +67,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("the report needs the package matplotlib: pip install 'blocktrain[report]'") from None
+        raise ConfigError(f"the report needs the package matplotlib: {how_to_install('report')}") from None
 
 
 def draw(plot: Plot, name: str) -> str:
