@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 from typing import Any
@@ -230,6 +231,14 @@ def test_the_report_is_json_and_a_table() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "worker of block" in text
     assert "frozen" in text
+
+
+@pytest.mark.parametrize(("peak", "told"), [(30 << 20, True), (300 << 20, False)])
+def test_a_measured_step_too_small_to_say_much_says_so(peak: int, told: bool) -> None:
+    report = memory_report(small_config(OBJECTIVES["independent"]))
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render(dataclasses.replace(report, measured=memory.Measured(peak, 2 * peak, 3.0, 2.0, 0.5))))
+    assert ("believe the accounting" in console.file.getvalue()) == told  # type: ignore[attr-defined]
 
 
 def test_a_step_that_does_not_fit_is_refused_with_need_and_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,9 @@ def _size(count: int | None) -> str:
     return f"{count / 1024**power:,.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
+SMALL_PEAK = 64 << 20  # bytes: below, tens of MB that kernels keep outweigh the step (docs/experiments.md)
+
+
 def render(report: MemoryReport) -> Group:
     """One narrow table for each holding, then the ratio, then what was measured."""
     lines: list[RenderableType] = [f"memory of {report.optimizer}, {report.dtype}: {report.convention}"]
@@ -280,6 +283,8 @@ def render(report: MemoryReport) -> Group:
         lines.append(f"measured peak, worker: {_size(m.worker)}, {m.worker_over_accounting:.2f} of its accounting")
         lines.append(f"measured peak, end-to-end: {_size(m.full)}, {m.full_over_accounting:.2f} of its accounting")
         lines.append(f"measured worker / end-to-end: {m.worker_over_full:.3f}")
+        if m.worker < SMALL_PEAK:
+            lines.append("so small a step is mostly what kernels keep for themselves, some tens of MB whatever the shape: believe the accounting")
     return Group(*lines)
 
 
