@@ -44,8 +44,8 @@ from blocktrain.training.trainer import training_flops, worker_flops
 CLEAN = {"input": "upstream", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero"}
 
 
-def common_vote(share: float) -> dict[str, Any]:
-    return {"objective": {**VOTES, "vote_weight": share}, "model": {"block_heads": True}}
+def common_vote(share: float, begin: float) -> dict[str, Any]:
+    return {"objective": {**VOTES, "vote_weight": share, "vote_from": begin}, "model": {"block_heads": True}}
 
 
 # name -> (meaning, settings over the bench preset)
@@ -54,8 +54,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "upstream-1": ("detached state handed on, span 1", {"objective": CLEAN}),
     "votes": ("independent, clean, mean of the blocks", {"objective": VOTES}),
     "votes-shared": ("the same, all blocks on the same batches", {"objective": VOTES, "train": {"samples": "shared"}}),
-    "votes-common": ("the same, a head each, 0.8 of the loss is the vote's", common_vote(0.8)),
-    "votes-half": ("the same, a head each, half of the loss is the vote's", common_vote(0.5)),
+    "votes-common": ("the same, a head each, 0.8 of the loss is the vote's", common_vote(0.8, 0.0)),
+    "votes-late": ("the same, a head each, from half of the steps on 0.8 of the loss is the vote's", common_vote(0.8, 0.5)),
     "paper": ("paper's recipe, sigma [1, 10]", {"objective": PAPER}),
     "upstream-2": ("detached state handed on, spans of two blocks", {"objective": {**CLEAN, "span": 2}}),
     "paper-0-2": ("paper's recipe, sigma [0, 2]", {"objective": PAPER, "noise": {"sigma_min": 0.0, "sigma_max": 2.0}}),

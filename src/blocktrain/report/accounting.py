@@ -181,7 +181,7 @@ def advice(config: RunConfig) -> list[str]:
         return []
     return [
         f"{text:.0f} bytes of text for each parameter: blocks that vote and know nothing of each other fall behind end-to-end training there; "
-        "--set objective.vote_weight=0.8 --set model.block_heads=true comes close to it (docs/concepts.md)"
+        "--set objective.vote_weight=0.8 --set objective.vote_from=0.5 --set model.block_heads=true comes close to it (docs/concepts.md)"
     ]
 
 

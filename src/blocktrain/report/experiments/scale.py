@@ -17,7 +17,7 @@ Fields = dict[str, Any]
 
 PAPER: Fields = {"input": "independent", "span": 1, "denoise_weight": 1.0, "anchor_weight": 0.0, "start": "noise", "readout": "posterior"}
 DEFAULT: Fields = {"input": "independent", "span": 1, "denoise_weight": 0.0, "anchor_weight": 1.0, "start": "zero", "combine": "mean"}
-COMMON: Fields = {"objective": {"vote_weight": 0.8}, "model": {"block_heads": True}}  # over the default: blocks learn from their common vote
+COMMON: Fields = {"objective": {"vote_weight": 0.8, "vote_from": 0.5}, "model": {"block_heads": True}}  # over the default: with a common vote
 WINDOW: Fields = {**PAPER, "input": "upstream", "anchor_weight": 1.0, "weighting": "none", "start": "zero"}  # that sweeps as the paper does
 
 # The shape of the runs of many workers on one machine's cores: three small blocks, and rates that suit two replicas (docs/experiments.md).
