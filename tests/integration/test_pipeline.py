@@ -162,7 +162,7 @@ def test_another_runs_stage_and_other_weights_are_refused_with_both_digests(run:
     async def go() -> None:
         mine = host.expected_of(run, quiet)
         async with stage(other, 0, 3) as (address, door):
-            assert f"config {door.hello().config_digest[:16]}, here {mine.config_digest[:16]}" in await refusal(run, address)
+            assert f"digest {door.hello().config_digest[:16]}, here {mine.config_digest[:16]}" in await refusal(run, address)
         async with stage(changed, 0, 3) as (address, door):
             theirs = door.hello().digests["interface.safetensors"]
             said = await refusal(run, address)

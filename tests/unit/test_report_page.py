@@ -136,7 +136,7 @@ def test_a_drawing_takes_any_numbers():
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"blocktrain\[report\]"):
+    with pytest.raises(ConfigError, match=r"pip install -c constraints\.txt '\.\[report\]'"):
         write_report(tmp_path / "report.html", [])
 
 
