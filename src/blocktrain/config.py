@@ -617,6 +617,10 @@ def _description(section: type[BaseModel], key: str) -> str:
 def without_effect(config: RunConfig) -> list[str]:
     """Settings that differ from their default and change nothing in this run, each with the reason."""
     idle = ["objective.vote_weight has no effect with one block"] if config.objective.vote_weight and config.model.blocks == 1 else []
+    if config.objective.vote_weight and not config.votes_at(config.train.steps - 1):
+        idle.append(
+            f"objective.vote_weight has no effect: objective.vote_from = {config.objective.vote_from:g} leaves none of {config.train.steps} steps"
+        )
     if config.objective.vote_from and not config.objective.vote_weight:
         idle.append("objective.vote_from has no effect while objective.vote_weight = 0")
     if config.objective.noisy:

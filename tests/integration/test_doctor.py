@@ -14,11 +14,13 @@ from pathlib import Path
 
 import filelock
 import pytest
+import torch
 
 from blocktrain import cli, cli_swarm
 from blocktrain.swarm import doctor, protocol
 from blocktrain.swarm.coordinator import Coordinator
 from blocktrain.swarm.doctor import Finding, examine
+from blocktrain.training import hardware
 from tests.swarm_net import Served, make_coordinator, serve
 
 ROOM = (1 << 20, 1 << 34)
@@ -71,6 +73,17 @@ def test_a_machine_that_is_well(tmp_path: Path):
     assert [finding for finding in found.values() if finding.verdict == "wrong"] == []
     assert list(found) == ["python", "packages", "torch", "device", "memory", "folder", "locks", "disk", "threads", "clock", "texts"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("units", "said"),
+    [(True, "cpu, bfloat16 for layers at least 192 wide, float32 for others"), (False, "cpu, float32 (bfloat16 is not fast here)")],
+)
+def test_which_arithmetic_a_worker_takes_is_said_of_the_processor(units: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(hardware, "has_bfloat16_units", lambda device: units)
+    assert by_check(examine(None, lambda _: (0, 1 << 34), tmp_path))["device"].found == f"a worker would take {said}"
 
 
 def test_a_way_that_is_well_and_nothing_moves(served: Served, tmp_path: Path):

@@ -139,5 +139,7 @@ def test_when_a_vote_begins_says_nothing_where_there_is_none():
     config = make_config({"objective": voting, "train": {"steps": 7}})
     assert [config.votes_at(step) for step in range(7)] == [False] * 4 + [True] * 3
     assert [config.own_samples_at(step) for step in range(7)] == [True] * 4 + [False] * 3
+    never = make_config({"objective": {"vote_weight": 0.5, "vote_from": 0.999}, "train": {"steps": 60}})
+    assert without_effect(never) == ["objective.vote_weight has no effect: objective.vote_from = 0.999 leaves none of 60 steps"]
     assert len({make_config({"objective": each}).digest for each in (voting, {"vote_weight": 0.5}, {})}) == 3
     assert without_effect(make_config({"objective": voting, "model": {"blocks": 1}})) == ["objective.vote_weight has no effect with one block"]

@@ -268,7 +268,7 @@ def _size(count: int | None) -> str:
     return f"{count / 1024**power:,.{0 if power == 0 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-SMALL_PEAK = 64 << 20  # bytes: below, tens of MB that kernels keep outweigh the step (docs/experiments.md)
+SMALL_PEAK = 64 << 20  # bytes: below, tens of MB that kernels keep weigh as much as the step (docs/experiments.md)
 
 
 def render(report: MemoryReport) -> Group:
@@ -284,7 +284,7 @@ def render(report: MemoryReport) -> Group:
         lines.append(f"measured peak, end-to-end: {_size(m.full)}, {m.full_over_accounting:.2f} of its accounting")
         lines.append(f"measured worker / end-to-end: {m.worker_over_full:.3f}")
         if m.worker < SMALL_PEAK:
-            lines.append("so small a step is mostly what kernels keep for themselves, some tens of MB whatever the shape: believe the accounting")
+            lines.append("so small a step is no test of the accounting: kernels keep some tens of MB on CPUs, whatever the shape")
     return Group(*lines)
 
 

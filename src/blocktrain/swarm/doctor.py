@@ -132,11 +132,12 @@ class _Machine:
         return f"torch {torch.__version__} computes on {', '.join(there)}"
 
     def device(self) -> str:
-        from blocktrain.training.hardware import choose_hardware
+        from blocktrain.training.hardware import BFLOAT16_WIDTH, choose_hardware, has_bfloat16_units
 
-        hardware = choose_hardware(RunConfig())
-        slow = "" if str(hardware.dtype).endswith("bfloat16") else "; bfloat16 is not fast here, so float32 is used"
-        return f"a worker would take {hardware}{slow}"
+        device = choose_hardware(RunConfig()).device
+        wide = f" for layers at least {BFLOAT16_WIDTH} wide, float32 for others" if device.type == "cpu" else ""
+        arithmetic = f"bfloat16{wide}" if has_bfloat16_units(device) else "float32 (bfloat16 is not fast here)"
+        return f"a worker would take {device.type}, {arithmetic}"
 
     def free_memory(self) -> str:
         if self.memory is None:

@@ -40,14 +40,15 @@ def choose_hardware(config: RunConfig) -> Hardware:
         raise ConfigError(f"train.device: {name} is not available on this machine")
     device = torch.device(name)
     if config.train.precision == "auto":
-        return Hardware(device, torch.bfloat16 if _fast_bfloat16(device, config.model.width) else torch.float32)
+        wide = device.type != "cpu" or config.model.width >= BFLOAT16_WIDTH
+        return Hardware(device, torch.bfloat16 if wide and has_bfloat16_units(device) else torch.float32)
     return Hardware(device, getattr(torch, config.train.precision))
 
 
-def _fast_bfloat16(device: torch.device, width: int) -> bool:
-    """bfloat16 units: Ampere and later GPUs; CPUs with AVX512-BF16 or AMX. Elsewhere a CPU emulates it, 10 times slower than float32."""
+def has_bfloat16_units(device: torch.device) -> bool:
+    """Ampere and later GPUs; CPUs with AVX512-BF16 or AMX. Elsewhere a CPU emulates it, 10 times slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "cpu":
-        return width >= BFLOAT16_WIDTH and bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return False
