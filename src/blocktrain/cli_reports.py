@@ -49,6 +49,9 @@ def reproduce(
     heldout: Annotated[Path | None, Parameter(help="Text to evaluate on; goes with --train.")] = None,
     data: Annotated[str | None, Parameter(help="Instead: wiki, python, wikitext-2, wikitext-103, or a path. Default: wiki.")] = None,
     seed: Annotated[int, Parameter(help="Of every run.")] = 0,
+    steps: Annotated[
+        int | None, Parameter(help="Length of every training on one machine, in updates, instead of the scale's. Runs of many workers keep theirs.")
+    ] = None,
 ) -> int:
     """Every experiment of the paper (arXiv 2606.24722) at a chosen scale, one after another, and one table: OUT/table.md, table.json, report.html.
 
@@ -57,6 +60,8 @@ def reproduce(
     text = _text_of(train, heldout, data)
     if not 0 <= seed < 1 << 62:
         raise ConfigError(f"--seed: must be a number from 0 on, below 2^62, got {seed}")
+    if steps is not None:
+        make_config({"train": {"steps": steps}}, "--steps")
     from blocktrain.report.experiments.lab import Lab
     from blocktrain.report.experiments.reproduce import chosen
     from blocktrain.report.experiments.reproduce import reproduce as run_all
@@ -68,7 +73,8 @@ def reproduce(
     require_matplotlib()
     corpus = load_corpus(text.corpus, heldout=text.heldout, heldout_fraction=text.heldout_fraction)
     say(f"text: {corpus.source}; {len(corpus.train):,} training bytes, {len(corpus.heldout):,} held out")
-    lab = Lab(out.absolute(), scale_named(scale), corpus, text, seed, say, stop_on_signal)
+    size = scale_named(scale) if steps is None else scale_named(scale).with_steps(steps)
+    lab = Lab(out.absolute(), size, corpus, text, seed, say, stop_on_signal)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that processes that were started are ended in order
     try:
         outcome = run_all(lab, experiments)

@@ -131,6 +131,8 @@ def test_an_experiment_that_fails_leaves_the_others(made: Path, texts: list[str]
         (["--train", "README.md", "--heldout", "README.md", "--data", "python"], ["--data"]),
         (["--scale", "huge"], ["huge"]),
         (["--seed", "-1"], ["seed"]),
+        (["--steps", "0"], ["--steps: train.steps"]),
+        (["--steps", "9999999999999", "--data", "python"], ["--steps: train.steps"]),
         (["--data", "nothing"], ["nothing"]),
     ],
 )

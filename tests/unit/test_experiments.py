@@ -14,11 +14,13 @@ import pytest
 
 from blocktrain.config import DataConfig, ModelConfig, reference_config
 from blocktrain.errors import ConfigError, ExperimentError
-from blocktrain.report.experiments import fixed_depth, reproduce, swarm_processes
+from blocktrain.report.experiments import fixed_depth, reproduce, serving, swarm_processes
 from blocktrain.report.experiments.lab import Lab, ce_list, gap_text, paired
 from blocktrain.report.experiments.result import Experiment, Result, Row, save_result, saved_result
 from blocktrain.report.experiments.scale import SCALES, scale_named
 from blocktrain.training.data import load_corpus
+
+MANY_WORKERS = ("six-workers", "transport", "regimes")
 
 
 @pytest.fixture
@@ -62,6 +64,13 @@ def test_only_at_the_papers_scale_do_the_recipes_differ_in_their_optimizer(lab: 
     assert paper.train.optimizer == "adamw" and default.train.optimizer == "muon"
 
 
+def test_another_length_is_that_of_every_training_on_one_machine(lab: Lab):
+    shorter = dataclasses.replace(lab, scale=SCALES["bench"].with_steps(300))
+    trained = [shorter.default_config(), shorter.paper_config(), shorter.common_config(), serving.window_config(shorter)]
+    assert {config.train.steps for config in trained} == {300}
+    assert shorter.scale.swarm == SCALES["bench"].swarm and SCALES["bench"].fields["train"]["steps"] == 1200
+
+
 @pytest.mark.parametrize("name", list(reproduce.EXPERIMENTS))
 def test_a_key_changes_with_seed_text_and_scale(lab: Lab, tmp_path: Path, name: str):
     other = tmp_path / "other.txt"
@@ -73,6 +82,8 @@ def test_a_key_changes_with_seed_text_and_scale(lab: Lab, tmp_path: Path, name: 
         dataclasses.replace(lab, scale=SCALES["bench"]),
     ]
     assert len({key(lab), *map(key, changed)}) == 4
+    longer = dataclasses.replace(lab, scale=lab.scale.with_steps(30))
+    assert (key(longer) != key(lab)) == (name not in MANY_WORKERS), "runs of many workers keep their length"
     moved = dataclasses.replace(lab, out=tmp_path / "elsewhere", data=DataConfig(corpus=str(tmp_path / "renamed.txt")))
     assert key(moved) == key(lab), "where the text and the results lie decides nothing"
 

@@ -7,7 +7,7 @@ other scales both have one optimizer, one layer and one reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blocktrain.config import ORDINARY, PRESETS, merge_fields, preset_fields
@@ -62,6 +62,10 @@ class Scale:
     serving: ServingScale
     recipe: Fields = field(default_factory=dict)
     measured: bool = True  # whether memory is measured by real steps
+
+    def with_steps(self, steps: int) -> Scale:
+        """The same with another length of every training on one machine; runs of many workers keep theirs."""
+        return replace(self, fields=merge_fields(self.fields, {"train": {"steps": steps}}))
 
     def run_fields(self, objective: Fields, seed: int) -> Fields:
         """Settings of a run of this scale with an objective."""
