@@ -11,9 +11,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CoercionError, CycloptsError, Parameter, convert
 
 from blocktrain import __version__, cli_bench, cli_reports, cli_serving, cli_swarm
 from blocktrain.cli_common import STOPPED, Json, Run, Settings, err, existing_run, out, run_settings, say, stop_on_signal
@@ -34,8 +34,20 @@ from blocktrain.errors import BlockTrainError, ConfigError
 
 # torch takes seconds to import: the modules that need it are imported inside the commands, so `--help` answers at once.
 
+
+def _converted(kind: Any, tokens: Any) -> Any:
+    """As cyclopts converts, but for whole numbers: it would round 1.5 to 2."""
+    if kind is int or int in get_args(kind):
+        for token in tokens:
+            with contextlib.suppress(ValueError):
+                if not float(token.value).is_integer():
+                    raise CoercionError(msg=f"needs a whole number, got {token.value}.", token=token)
+    return convert(kind, tokens)
+
+
 app = App(
     name="blocktrain",
+    default_parameter=Parameter(converter=_converted),
     help="Train and serve one language model on machines that each hold only one block of it.",
     version=__version__,
     suppress_keyboard_interrupt=False,  # `run` says that it was stopped
@@ -99,6 +111,8 @@ def train(
     swarm = (run / "swarm").is_dir()  # its blocks are its coordinator's; the reference may be trained here
     if swarm and not reference:
         raise ConfigError(f"{run}: is trained by many workers; go on with `blocktrain coordinator {run}`, or use a new run folder")
+    if swarm and set_:
+        raise ConfigError(f"--set: {run} is trained by many workers and the reference has its settings; change them with `blocktrain coordinator`")
     settings = run_settings(run, preset, config, data, set_)
     from blocktrain.report.accounting import advice
     from blocktrain.report.memory import require_memory

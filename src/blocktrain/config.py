@@ -161,7 +161,11 @@ class ObjectiveConfig(Section):
         "as they were when the work was given; 0: each learns alone. Needs independent blocks without noise, and train.order = 'interleaved'",
     )
     vote_from: float = Field(
-        default=0.0, ge=0, lt=1, description="share of train.steps after which vote_weight takes effect; before, each block learns alone"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of train.steps after which vote_weight takes effect; before, each block learns alone. Raising train.steps moves it on; "
+        "a worker's assignment is wholly before or after it",
     )
     start: Literal["noise", "zero"] = Field(default="zero", description="state z a sweep starts from; the paper's recipe has noise")
     window: int = Field(

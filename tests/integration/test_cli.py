@@ -79,6 +79,9 @@ def test_a_setting_changed_in_the_file_is_used_and_said(run: Path, capsys: pytes
         (["generate", "r", "--prompt", "x", "--temperature", "hot"], ["hot"]),
         (["generate", "r", "--prompt", "x", "--temperature", "nan"], ["--temperature"]),
         (["generate", "r", "--prompt", "x", "--max-bytes", "-1"], ["--max-bytes"]),
+        (["generate", "r", "--prompt", "x", "--max-bytes", "2.9"], ["--max-bytes", "whole number", "2.9"]),
+        (["simulate", "r", "--regime", "wan", "--workers", "1.5"], ["--workers", "whole number"]),
+        (["memory", "--params", "1e9", "--blocks", "2.5"], ["--blocks", "whole number"]),
         (["generate", "r", "--prompt", "x", "--top-p", "2"], ["--top-p"]),
         (["generate", "r", "--prompt", "x", "--mode", "magic"], ["magic"]),
         (["generate", "r", "--prompt", "x", "--window", "8"], ["--window", "sweep"]),
@@ -198,6 +201,8 @@ def test_of_a_swarms_run_only_the_reference_is_trained_here(run: Path, capsys: p
     code, _, said = call(capsys, "train", str(run))
     assert code == 2
     assert "is trained by many workers" in said
+    code, _, said = call(capsys, "train", str(run), "--reference", "--set", "evaluate.windows=2")
+    assert code == 2 and "--set" in said and "blocktrain coordinator" in said
     code, figures, _ = call(capsys, "train", str(run), "--reference", "--json")
     assert code == 0
     assert json.loads(figures)["gap"] is not None

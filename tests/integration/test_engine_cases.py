@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blocktrain.codecs import read_update
+from blocktrain.errors import CheckpointError
 from blocktrain.swarm.engine import TrainingEngine
 from blocktrain.swarm.link import HttpLink
 from blocktrain.swarm.parts import layout_of
@@ -115,6 +116,73 @@ def test_a_worker_is_sent_other_blocks_only_once_the_common_vote_has_begun(tmp_p
         seen = in_time(story(), 300)
     assert {step >= 8 for step, _, _ in seen} == {False, True}
     assert all((blocks, dimensions) == ((2, 2) if step >= 8 else (1, 3)) for step, blocks, dimensions in seen)
+
+
+def test_a_worker_that_was_there_before_takes_up_what_a_restart_changed(tmp_path: Path):
+    """Learning rate and length of training are what every worker's steps follow, also those of one that joined long before."""
+    said: list[str] = []
+    trainer = engine(tmp_path / "w")
+    later = {**TRAIN, "lr": 0.001, "steps": 6000}
+
+    async def until(worker: Worker, running: asyncio.Future[str], updates: int) -> None:
+        while worker.updates < updates:
+            assert not running.done()
+            await asyncio.sleep(0.01)
+
+    async def story() -> None:
+        first = real_coordinator(tmp_path)
+        with serve(first) as served:
+            worker, port = Worker(served.link("w", process="w"), trainer, say=said.append), served.port
+            running = asyncio.ensure_future(worker.run())
+            await until(worker, running, 3)
+        first.store.close()
+        before = trainer.config.train.lr
+        with serve(real_coordinator(tmp_path, train=later), port=port) as served:
+            await until(worker, running, worker.updates + 3)
+            worker.stop()
+            await running
+            assert f"train.lr: {before} -> 0.001" in served.log()
+        assert (trainer.config.train.lr, trainer.config.train.steps) == (later["lr"], later["steps"])
+        assert sum("settings have changed" in line for line in said) == 1
+
+    in_time(story(), 300)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"train": {**TRAIN, "batch_size": 4}}, "train.batch_size: 2 -> 4"),
+        ({"train": {**TRAIN, "optimizer": "adamw"}}, "train.optimizer: muon -> adamw"),
+        ({"objective": {"vote_weight": 0.2}}, "objective.vote_weight: 0.0 -> 0.2"),
+        ({"objective": CLEAN}, "objective.input: independent -> upstream"),
+    ],
+)
+def test_a_restart_may_not_change_what_decides_the_training(changed: dict[str, Any], words: str, tmp_path: Path):
+    real_coordinator(tmp_path).store.close()
+    for _ in range(2):  # what was refused is not remembered
+        with pytest.raises(CheckpointError, match=words):
+            real_coordinator(tmp_path, **changed)
+    again = real_coordinator(tmp_path, objective={"vote_from": 0.5})  # of no effect without a vote
+    assert not [text for _, text in again.logged() if "since step" in text]
+
+
+def test_a_restart_says_that_a_vote_which_had_begun_rests_and_refuses_fewer_steps_than_were_taken(tmp_path: Path):
+    few = {**TRAIN, "steps": 8}
+    with serve(real_coordinator(tmp_path, objective={"vote_weight": 0.5, "vote_from": 0.25}, train=few)) as served:
+
+        async def story() -> None:
+            way, trainer, _ = await arrive(served, "w", tmp_path / "w")
+            for number in range(4):
+                await hand_in(way, trainer, await next_work(way, f"ask-{number}"))
+            await way.close()
+
+        in_time(story(), 300)
+        served.coordinator.store.close()
+    voting = {"vote_weight": 0.5, "vote_from": 0.25}
+    with pytest.raises(CheckpointError, match=r"steps already, train.steps = 1 is fewer"):
+        real_coordinator(tmp_path, objective=voting, train={**few, "steps": 1})
+    again = real_coordinator(tmp_path, objective=voting, train={**few, "steps": 400})
+    assert any("rests until step 100" in text for _, text in again.logged())
 
 
 def test_an_update_lists_what_learns_and_nothing_else(tmp_path: Path):

@@ -107,6 +107,40 @@ def test_a_stopped_one_goes_on_where_it_was(made: Path, texts: list[str], tmp_pa
     assert json.loads((tmp_path / "out" / "long-run.json").read_text()) == json.loads((made / "long-run.json").read_text())
 
 
+def test_a_folder_has_one_length_seed_text_and_scale(made: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs of another length would be trained on from where they stand, at a schedule that is neither."""
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    command = ["reproduce", str(made), "--scale", "smoke", "--only", ONLY]
+    other = write_text(tmp_path / "other.txt", 9000)
+    for more, word in (
+        ([*texts, "--steps", "30"], "steps 24, now it is 30"),
+        ([*texts, "--steps", "7"], "steps 24, now it is 7"),
+        ([*texts, "--seed", "1"], "seed 0, now it is 1"),
+        ([*texts[:3], str(other)], "held-out text"),
+    ):
+        assert cli.run([*command, *more]) == 2
+        said = capsys.readouterr().err.strip().splitlines()
+        assert word in said[-1] and "name another folder" in said[-1]
+    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_folder_and_a_file_are_no_place_for_experiments(made: Path, texts: list[str], capsys: pytest.CaptureFixture[str]):
+    for place, word in ((made / "long-run" / "paper", "is the folder of a run"), (made / "table.md", "is a file")):
+        assert cli.run(["reproduce", str(place), "--scale", "smoke", *texts]) == 2
+        assert word in capsys.readouterr().err
+
+
+def test_a_kept_result_without_its_form_is_a_line(made: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    shutil.copytree(made, out)
+    kept = json.loads((out / "sigma-range.json").read_text())
+    kept["result"]["evaluations"] = {run: dict.fromkeys(told, "much") for run, told in kept["result"]["evaluations"].items()}
+    (out / "sigma-range.json").write_text(json.dumps(kept))
+    assert cli.run(["reproduce", str(out), "--scale", "smoke", "--only", ONLY, *texts]) == 1
+    said = capsys.readouterr().err
+    assert "a kept result has not its form" in said and "Traceback" not in said
+
+
 def test_an_experiment_that_fails_leaves_the_others(made: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     shutil.copytree(made, out)
@@ -125,6 +159,8 @@ def test_an_experiment_that_fails_leaves_the_others(made: Path, texts: list[str]
     ("flags", "words"),
     [
         (["--only", "nothing"], ["--only", "nothing", "long-run"]),
+        (["--only", ","], ["--only", "empty name"]),
+        (["--steps", "1.5"], ["--steps", "whole number"]),
         (["--train", "README.md"], ["--heldout", "needed"]),
         (["--heldout", "README.md"], ["--train", "needed"]),
         (["--train", "nothing", "--heldout", "nothing"], ["--train", "no such file"]),

@@ -87,6 +87,25 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_lengthened(text: Path, tmp_p
     assert load_run(tmp_path / "run", ignore).progress.updates == 16
 
 
+def test_a_lengthened_run_says_that_its_common_vote_rests(text: Path, tmp_path: Path):
+    """The beginning is a share of train.steps, so more of them move it on."""
+    voting = {**VOTES, "vote_weight": 0.5, "vote_from": 0.5}
+    said: list[str] = []
+    for steps in (8, 24):
+        config = tiny_config(objective=voting, train={"steps": steps})
+        assert TrainingRun(tmp_path / "run", config, load_corpus(str(text)), say=said.append).train()
+    assert [line for line in said if "common vote" in line] == [
+        "step 4: the blocks learn from their common vote from here on",
+        "the common vote had begun and rests until step 12, which is objective.vote_from of train.steps = 24",
+        "step 12: the blocks learn from their common vote from here on",
+    ]
+
+
+def test_where_a_vote_would_begin_may_change_while_there_is_none(text: Path, tmp_path: Path):
+    train(tmp_path / "run", tiny_config(objective={**VOTES, "vote_from": 0.5}), text, stop_after=3)
+    assert train(tmp_path / "run", tiny_config(objective=VOTES), text)
+
+
 CHANGES = [
     ({"model": {"width": 64}}, "model.width"),
     ({"seed": 5}, "seed"),

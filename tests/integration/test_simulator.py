@@ -125,6 +125,10 @@ def test_the_command_makes_a_run_folder_and_starts_only_anew(tmp_path: Path, cap
     assert figures["evaluation"]["headline_ce"] > 0
     assert blocktrain(words) == 2
     assert "name a new run folder" in capsys.readouterr().err
+    settings = (tmp_path / "run" / "run.toml").read_bytes()
+    assert blocktrain(["train", str(tmp_path / "run")]) == 2
+    assert "was trained by many workers, or simulated" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.toml").read_bytes() == settings
 
 
 def test_the_command_with_stand_ins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

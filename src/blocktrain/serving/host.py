@@ -30,7 +30,7 @@ from blocktrain.serving.line import Secrets, describe
 from blocktrain.serving.link import Expected, greet
 from blocktrain.serving.server import StageServer
 from blocktrain.serving.stage import Stage
-from blocktrain.training.checkpoint import LoadedRun, block_file, latest_checkpoint, load_run
+from blocktrain.training.checkpoint import MOMENTS, LoadedRun, block_file, latest_checkpoint, load_run
 
 FAILED_S = 2.0  # for which a stage that could not load still says why
 log = logging.getLogger("blocktrain.stage")
@@ -129,7 +129,7 @@ async def _load(server: StageServer, options: StageOptions, say: Callable[[str],
 
 def _digest_of(files: dict[str, str]) -> str:
     """One digest of all weights of a checkpoint; what only training needs is not in it."""
-    weights = {name: digest for name, digest in files.items() if name != "training.safetensors"}
+    weights = {name: digest for name, digest in files.items() if name != MOMENTS}
     return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import sqlalchemy as sa
@@ -67,6 +68,7 @@ from blocktrain.swarm.state import (
 )
 from blocktrain.swarm.store import BlobSource, Store, Transaction
 from blocktrain.swarm.versions import Versions
+from blocktrain.training.checkpoint import FREE, settings_changed, settings_of, vote_rests
 from blocktrain.training.outer import NormRule, OuterRule
 
 
@@ -190,9 +192,29 @@ class Coordinator(Versions):
         self._reload()
         if not serving:  # somebody only looks, or withdraws a right, beside the process that serves
             return
+        self._keep_settings()
         if self.machine.state.rules != rules:
             self.change_rules(rules)
         self._sweep_files()
+
+    def _keep_settings(self) -> None:
+        """Remember what the run is trained with. Raises CheckpointError where a restart would change what makes its history or its shape."""
+        kept, now = self.store.fact("settings"), self.config.model_dump_json()
+        steps = [block.tokens // self.config.tokens_per_step for block in self.machine.state.blocks]
+        if kept is not None:
+            before = settings_of(kept, f"{self.run}: state.db")
+            changes = settings_changed(before, self.config)
+            if fixed := [change for change in changes if change.partition(":")[0] not in FREE]:
+                raise CheckpointError(f"{self.run}: cannot go on from step {min(steps)} with {fixed[0]}; use a new run folder for it")
+            if before.train.steps > self.config.train.steps < max(steps):
+                raise CheckpointError(f"{self.run}: has {max(steps)} steps already, train.steps = {self.config.train.steps} is fewer")
+            for change in changes:
+                self.log(f"since step {min(steps)}: {change}")
+            for sentence in dict.fromkeys(filter(None, (vote_rests(before, self.config, step) for step in steps))):
+                self.log(sentence)
+        if kept != now:
+            with self.store.transaction() as tx:
+                tx.put(store.facts, name="settings", value=now)
 
     # --- The door ---
 
@@ -214,7 +236,7 @@ class Coordinator(Versions):
             text_digest=self.text.digest,
         )
 
-    @property
+    @cached_property
     def config_digest(self) -> str:
         """Of what worker and coordinator must agree on."""
         plain = self.config.model_dump(mode="json", exclude={"data", "evaluate", "round", "limits"})
@@ -332,8 +354,10 @@ class Coordinator(Versions):
         self.log(answer.reason)
         return answer
 
-    def ask(self, who: Session, ask: str) -> AskReply:
-        """Work for a worker, with the files it needs."""
+    def ask(self, who: Session, ask: str, config_digest: str | None = None) -> AskReply:
+        """Work for a worker, with the files it needs; none for one that has read other settings than the run has now."""
+        if config_digest is not None and config_digest != self.config_digest:
+            return AskReply(kind="unknown", reason="the run's settings have changed; the worker reads them again")
         crash.point("ask.before_record")
         answer = self.record(lambda now: Ask(now, who.worker, who.process, ask))
         crash.point("ask.after_record")

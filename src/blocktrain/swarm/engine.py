@@ -76,10 +76,10 @@ class TrainingEngine:
         self._sound: set[tuple[str, int, int, int]] = set()  # files whose digest was right
         self._stacks: tuple[list[tuple[int, ...]], list[BlockStack]] | None = None  # by the blocks they hold
 
-    # --- Once ---
+    # --- Whenever the run's settings are read ---
 
     def configure(self, info: RunInfo) -> int:
-        self.config = make_config(info.config, "the coordinator's run.toml")
+        self.config, self._stacks = make_config(info.config, "the coordinator's run.toml"), None
         if self.device:
             train = self.config.train.model_copy(update={"device": self.device})
             self.config = self.config.model_copy(update={"train": train})

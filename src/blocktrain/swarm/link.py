@@ -181,7 +181,7 @@ class HttpLink:
         await self._post("/v1/beat", None, Answer, patience_s=5.0)
 
     async def ask(self, ask: str) -> AskReply:
-        return await self._post("/v1/ask", AskRequest(ask=ask), AskReply)
+        return await self._post("/v1/ask", AskRequest(ask=ask, config_digest=self._digest or None), AskReply)
 
     async def begin(self, request: BeginRequest) -> BeginReply:
         return await self._post("/v1/begin", request, BeginReply)

@@ -100,6 +100,7 @@ class JoinReply(Message):
 
 class AskRequest(Message):
     ask: Name
+    config_digest: Hex | None = None  # of the settings that the worker has read
 
 
 class Delta(Message):

@@ -334,10 +334,10 @@ class Service:
         @app.post("/v1/ask")
         async def ask(body: AskRequest, session: who) -> AskReply:  # type: ignore[valid-type]
             """Work. Waits a few seconds where a round is about to end."""
-            reply = await run_in_threadpool(coordinator.ask, session, body.ask)
+            reply = await run_in_threadpool(coordinator.ask, session, body.ask, body.config_digest)
             if reply.kind == "wait":
                 await self._new_version(min(ASK_WAIT_S, reply.retry_after_s))
-                reply = await run_in_threadpool(coordinator.ask, session, body.ask)
+                reply = await run_in_threadpool(coordinator.ask, session, body.ask, body.config_digest)
             return granted(reply)
 
         @app.post("/v1/begin")

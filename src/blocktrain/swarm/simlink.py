@@ -154,12 +154,12 @@ class SimLink:
 
     async def ask(self, ask: str) -> AskReply:
         """Waits at the coordinator for a round to end, as the HTTP service does."""
-        request = AskRequest(ask=ask)
+        request = AskRequest(ask=ask, config_digest=self._digest or None)
         await self._up(self.wire.latency_s)
-        reply = self._at_coordinator(lambda: self.coordinator.ask(self._session(), ask))
+        reply = self._at_coordinator(lambda: self.coordinator.ask(self._session(), ask, request.config_digest))
         if reply.kind == "wait":
             await self.closed.wait(min(ASK_WAIT_S, reply.retry_after_s))
-            reply = self._at_coordinator(lambda: self.coordinator.ask(self._session(), ask))
+            reply = self._at_coordinator(lambda: self.coordinator.ask(self._session(), ask, request.config_digest))
         await self._down(request, reply)
         return self._at_coordinator(lambda: granted(reply))
 

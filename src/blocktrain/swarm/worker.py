@@ -132,15 +132,11 @@ class Worker:
     async def run(self) -> str:
         """Until the run is finished or the worker is stopped. Raises WorkerStopped where it cannot go on."""
         try:
-            info = await self.link.info()
-            capacity = self.engine.configure(info)
-            capacity = min(capacity, self.max_span) if self.max_span else capacity
-            self._limit_s = float(info.config["round"]["heartbeat_limit_s"])
-            await self._join(capacity)
+            info = await self._begin()
             beats = asyncio.ensure_future(self._beats())
             try:
                 await self.engine.prepare(info, self.link)
-                return await self._work_until_done(capacity)
+                return await self._work_until_done()
             finally:
                 beats.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -151,6 +147,14 @@ class Worker:
             raise WorkerStopped(f"{self.name or 'worker'}: {error.reason}") from None
         finally:
             await self.link.close()
+
+    async def _begin(self) -> RunInfo:
+        """Read the run's settings and take a place."""
+        info = await self.link.info()
+        capacity = self.engine.configure(info)
+        self._limit_s = float(info.config["round"]["heartbeat_limit_s"])
+        await self._join(min(capacity, self.max_span) if self.max_span else capacity)
+        return info
 
     async def _join(self, capacity: int) -> None:
         reply = await self._place(capacity)
@@ -178,7 +182,7 @@ class Worker:
             with contextlib.suppress(Told, BlockTrainError):  # the next request of the worker itself hears of it
                 await self.link.beat()
 
-    async def _work_until_done(self, capacity: int) -> str:
+    async def _work_until_done(self) -> str:
         told = ""
         while not self.stopping:
             try:
@@ -187,8 +191,9 @@ class Worker:
                 if error.kind == "suspended":
                     self.say(error.reason)
                     await self._rest(max(1.0, error.retry_after_s))
-                elif error.kind == "unknown":
-                    await self._join(capacity)
+                elif error.kind == "unknown":  # this worker, or the settings it has read
+                    self.say(error.reason)
+                    await self.engine.prepare(await self._begin(), self.link)
                 else:
                     raise
                 continue

@@ -54,10 +54,15 @@ class Progress(BaseModel):
 
     def run_config(self) -> RunConfig:
         """The settings it was trained with; raises CheckpointError where this version does not know them."""
-        try:
-            return make_config(with_added_settings(json.loads(self.config)), f"checkpoint of update {self.updates}")
-        except (ConfigError, ValueError) as error:
-            raise CheckpointError(f"{error}; it was written by another version") from None
+        return settings_of(self.config, f"checkpoint of update {self.updates}")
+
+
+def settings_of(kept: str, source: str) -> RunConfig:
+    """Settings that were kept as JSON; raises CheckpointError where this version does not know them."""
+    try:
+        return make_config(with_added_settings(json.loads(kept)), source)
+    except (ConfigError, ValueError) as error:
+        raise CheckpointError(f"{error}; it was written by another version") from None
 
 
 def block_file(block: int) -> str:
@@ -225,9 +230,32 @@ def load_run(run: Path, warn: Callable[[str], None], blocks: Iterable[int] | Non
     return LoadedRun(run, config, trained, checkpoint.progress, stack.eval().requires_grad_(False), partition)
 
 
+MOMENTS = "training.safetensors"  # what training needs to go on, besides the weights
+
+# Settings that may be changed while a run is under way; any other would make its history or its shape untrue.
+INNER_LOOP = {"train.lr", "train.muon_lr", "train.weight_decay", "train.warmup_steps", "train.cooldown", "train.clip_norm"}
+FREE = {
+    *INNER_LOOP,
+    *("train.steps", "train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
+    *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout", "objective.combine"),
+    *("data.corpus", "data.heldout", "data.heldout_fraction"),  # the text itself is held by its digest
+    *(f"{name}.{key}" for name in ("round", "outer", "limits") for key in type(getattr(RunConfig(), name)).model_fields),  # of many workers
+}
+
+
+def vote_rests(before: RunConfig, now: RunConfig, step: int) -> str:
+    """A sentence where a common vote that had begun ends with other settings, since its beginning is a share of train.steps; else empty."""
+    if not step or not before.votes_at(step - 1) or now.votes_at(step):
+        return ""
+    begins = next(s for s in range(step, now.train.steps + 1) if s == now.train.steps or now.votes_at(s))
+    return f"the common vote had begun and rests until step {begins}, which is objective.vote_from of train.steps = {now.train.steps}"
+
+
 def settings_changed(before: RunConfig, now: RunConfig) -> list[str]:
-    """`section.field: old -> new` for every setting that differs."""
+    """`section.field: old -> new` for every setting that differs, but for one that has no effect in either."""
     old, new = before.model_dump(), now.model_dump()
+    if not before.objective.vote_weight and not now.objective.vote_weight:
+        old["objective"]["vote_from"] = new["objective"]["vote_from"]
     changes = []
     for section in new:
         if not isinstance(new[section], dict):

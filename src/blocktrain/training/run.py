@@ -26,6 +26,9 @@ from blocktrain.errors import CheckpointError, DataError
 from blocktrain.model.transformer import BlockStack
 from blocktrain.serialization import write_bytes
 from blocktrain.training.checkpoint import (
+    FREE,
+    INNER_LOOP,
+    MOMENTS,
     Checkpoint,
     Progress,
     block_file,
@@ -34,22 +37,13 @@ from blocktrain.training.checkpoint import (
     load_module,
     save_checkpoint,
     settings_changed,
+    vote_rests,
 )
 from blocktrain.training.data import Corpus
 from blocktrain.training.hardware import Hardware, choose_hardware
 from blocktrain.training.objective import Span, SpanBatches, spans_of
 from blocktrain.training.optim import optimizer_tensors, restore_optimizers
 from blocktrain.training.trainer import BlockTrainer, StepFigures, step_flops
-
-# Settings that may be changed while a run is under way; any other would make its history or its shape untrue.
-INNER_LOOP = {"train.lr", "train.muon_lr", "train.weight_decay", "train.warmup_steps", "train.cooldown", "train.clip_norm"}
-FREE = {
-    *INNER_LOOP,
-    *("train.steps", "train.checkpoint_every", "train.log_every", "train.device", "train.precision"),
-    *("evaluate.windows", "evaluate.noise_draws", "evaluate.sigma_bins", "objective.start", "objective.readout", "objective.combine"),
-    *("data.corpus", "data.heldout", "data.heldout_fraction"),  # the text itself is held by its digest
-    *(f"{name}.{key}" for name in ("round", "outer", "limits") for key in type(getattr(RunConfig(), name)).model_fields),  # of many workers
-}
 
 
 @dataclass(frozen=True)
@@ -151,6 +145,11 @@ class TrainingRun:
             raise CheckpointError(f"{self.folder}: the text of data.corpus = {self.config.data.corpus!r} is not the one this run was trained on")
         if progress.updates > self._target():
             raise CheckpointError(f"{self.folder}: has {progress.updates} updates already, train.steps = {self.config.train.steps} is fewer")
+        if progress.updates < self._target() and MOMENTS not in progress.files:
+            raise CheckpointError(
+                f"{self.folder}: was trained by many workers, or simulated, and its checkpoint has no optimizer moments, so train cannot go on; "
+                f"train.steps = {progress.step} leaves it as it is"
+            )
         if progress.updates < self._target():
             self.say(f"going on from step {progress.updates} of {self._target()}")
         for change in changes:
@@ -162,6 +161,8 @@ class TrainingRun:
                     "put it back, or use a new run folder"
                 )
         discard_newer(self.folder, checkpoint)
+        if progress.updates < self._target() and (resting := vote_rests(progress.run_config(), self.config, progress.step)):
+            self.say(resting)
         self.fitted, self.seconds, self.flops = progress.fitted, progress.seconds, progress.training_flops
         return checkpoint
 
@@ -178,6 +179,8 @@ class TrainingRun:
             if self.stopped():
                 self._save(index, step, trainer, average)
                 return False
+            if self.config.votes_at(step) and step and not self.config.votes_at(step - 1):
+                self.say(f"step {step}: the blocks learn from their common vote from here on")
             began = time.monotonic()
             figures = trainer.step(self.batches.batch(phase.spans, step), step)
             average.update(step)
@@ -221,7 +224,7 @@ class TrainingRun:
 
     def _restore(self, checkpoint: Checkpoint, trainer: BlockTrainer, average: _Average) -> None:
         """Weights, moments, moving average and statistics of a phase that was under way."""
-        extra = checkpoint.tensors("training.safetensors")
+        extra = checkpoint.tensors(MOMENTS)
         served = {f"blocks.{b}.": checkpoint.tensors(block_file(b)) for b in self.phases[checkpoint.progress.phase].trained}
         if trainer.train_interface:
             served["interface."] = checkpoint.tensors("interface.safetensors")
@@ -244,7 +247,7 @@ class TrainingRun:
         if average.decay:
             extra |= {f"raw.{k}": v for k, v in stack.state_dict().items()}
         extra |= {"statistics.bin_sum": trainer.bin_sum, "statistics.bin_count": trainer.bin_count}
-        parts["training.safetensors"] = extra
+        parts[MOMENTS] = extra
         done = {block_file(b) for earlier in self.phases[:index] for b in earlier.trained}
         kept = sorted(done | (set() if phase.train_interface else {"interface.safetensors"}))
         self.saved = save_checkpoint(self.folder, self._progress(index, step), parts, self.saved, kept)

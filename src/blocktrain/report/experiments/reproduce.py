@@ -53,7 +53,9 @@ class Outcome:
 
 def chosen(only: str) -> list[Experiment]:
     """Those named with commas, all if none is, in their order; raises ConfigError for a name that is none."""
-    names = [name.strip() for name in only.split(",") if name.strip()]
+    names = [name.strip() for name in only.split(",")] if only else []
+    if "" in names:
+        raise ConfigError(f"--only: {only!r} has an empty name; known: {', '.join(EXPERIMENTS)}")
     if unknown := [name for name in names if name not in EXPERIMENTS]:
         raise ConfigError(f"--only: no experiment {unknown[0]!r}; known: {', '.join(EXPERIMENTS)}")
     return [experiment for experiment in EXPERIMENTS.values() if not names or experiment.name in names]
@@ -67,13 +69,33 @@ def reproduce(lab: Lab, experiments: Sequence[Experiment]) -> Outcome:
     require_matplotlib()  # before hours of work
     keys = {experiment.name: experiment.key(lab) for experiment in experiments}  # checks every setting
     try:
+        if lab.out.exists() and not lab.out.is_dir():
+            raise ConfigError(f"{lab.out}: is a file, results need a folder")
+        if (lab.out / "run.toml").exists():
+            raise ConfigError(f"{lab.out}: is the folder of a run; name another one for the experiments")
         lab.out.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lab.out / ".lock", timeout=0):
+            _claim(lab)
             return _reproduce(lab, experiments, keys)
     except filelock.Timeout:
         raise ConfigError(f"{lab.out}: another process is reproducing there; wait for it, or name another folder") from None
     except OSError as error:
         raise ConfigError(f"{error.filename or lab.out}: cannot be written ({error.strerror})") from None
+
+
+def _claim(lab: Lab) -> None:
+    """One folder has one scale, seed, length and text, or its runs would be trained on with others. Raises ConfigError naming what differs."""
+    path = lab.out / "identity.json"
+    now = {"scale": lab.scale.name, "seed": lab.seed, "steps": lab.default_config().train.steps}
+    now |= {"training text": lab.corpus.train_digest[:16], "held-out text": lab.corpus.heldout_digest[:16]}
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        kept = {}
+    for name, value in now.items():
+        if isinstance(kept, dict) and kept.get(name, value) != value:
+            raise ConfigError(f"{lab.out}: holds experiments of {name} {kept[name]}, now it is {value}; name another folder")
+    write_bytes(path, json.dumps(now).encode())
 
 
 def _reproduce(lab: Lab, experiments: Sequence[Experiment], keys: dict[str, str]) -> Outcome:
@@ -122,8 +144,11 @@ def _write(lab: Lab, outcome: Outcome, results: dict[str, Result]) -> None:
     try:
         write_report(lab.out / "report.html", runs, benches, say=lab.say, front=front, evaluations=evaluations)
     except BlockTrainError as error:
-        lab.say(f"report: {error}")
         outcome.failed["report"] = str(error)
+    except (TypeError, ValueError, KeyError) as error:  # a kept result that somebody has changed
+        outcome.failed["report"] = f"a kept result has not its form ({type(error).__name__}: {error}); remove {lab.out}/*.json to do them anew"
+    if "report" in outcome.failed:
+        lab.say(f"report: {outcome.failed['report']}")
 
 
 def cells(outcome: Outcome) -> list[tuple[str, str, str, str]]:

@@ -21,10 +21,9 @@ from blocktrain.swarm.host import read_status
 from blocktrain.swarm.parts import INTERFACE
 from blocktrain.swarm.replay import read_books
 from blocktrain.swarm.store import open_store
-from blocktrain.training.checkpoint import latest_checkpoint, load_run
+from blocktrain.training.checkpoint import MOMENTS, latest_checkpoint, load_run
 from blocktrain.training.evaluate import evaluate
 
-STATISTICS = "training.safetensors"
 SIGMA_BINS = 64  # as the trainer counts
 Say = Callable[[str], None]
 
@@ -141,9 +140,9 @@ def _sigma(folder: Path, config: RunConfig, say: Say) -> SigmaDraws | str:
         return "no noisy target takes part (objective.denoise_weight = 0)"
     try:
         checkpoint = latest_checkpoint(folder, say)
-        if checkpoint is None or STATISTICS not in checkpoint.progress.files:
+        if checkpoint is None or MOMENTS not in checkpoint.progress.files:
             return "the checkpoint has no statistics of the noise that was drawn"
-        tensors = checkpoint.tensors(STATISTICS)
+        tensors = checkpoint.tensors(MOMENTS)
     except BlockTrainError as error:
         return str(error)
     total, counts = (tensors[f"statistics.bin_{kind}"].tolist() for kind in ("sum", "count"))
