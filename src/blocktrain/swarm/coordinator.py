@@ -200,7 +200,8 @@ class Coordinator(Versions):
     def _keep_settings(self) -> None:
         """Remember what the run is trained with. Raises CheckpointError where a restart would change what makes its history or its shape."""
         kept, now = self.store.fact("settings"), self.config.model_dump_json()
-        steps = [block.tokens // self.config.tokens_per_step for block in self.machine.state.blocks]
+        state = self.machine.state  # whose steps are those of its first settings, also where others were asked for
+        steps = [block.tokens // (state.samples_per_step * state.tokens_per_sample) for block in state.blocks]
         if kept is not None:
             before = settings_of(kept, f"{self.run}: state.db")
             changes = settings_changed(before, self.config)
