@@ -465,6 +465,21 @@ def test_a_step_that_fails_is_the_loss_of_nobody_else(run: Path):
     asyncio.run(go())
 
 
+def test_a_step_that_meets_a_stage_which_is_stopping_goes_another_way_and_is_no_fault(run: Path, caplog: pytest.LogCaptureFixture):
+    """Its blocks are at rest already while its line is still open."""
+
+    async def go() -> None:
+        async with stage(run, 0, 3) as (a, door), stage(run, 0, 3) as (b, _), chained(run, a, b) as chain:
+            await until(lambda: len(chain.live()) == 2, "both are up")
+            assert door.stage is not None
+            chain.broke("*", b)
+            told = await tell(chain, plan_of(), at=9, do=door.stage.batcher.close)
+            assert told.data == golden(run, plan_of())
+
+    asyncio.run(go())
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_stage_that_has_forgotten_the_text_is_told_it_again(run: Path):
     async def go() -> None:
         async with three(run) as (addresses, doors), chained(run, *addresses) as chain:

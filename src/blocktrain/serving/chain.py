@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from blocktrain.config import RunConfig
+from blocktrain.errors import ServingError
 from blocktrain.serving.compute import BlockRunner, Job, Result, Settings, TextMemory
 from blocktrain.training.checkpoint import LoadedRun
+
+STOPPING = "the host of the blocks is stopping"
 
 
 @dataclass
@@ -109,12 +112,15 @@ class Batcher:
         self._thread.start()
 
     async def run(self, job: Job) -> Result:
-        """Raises what the runner raises. If the caller is cancelled the job does not run, or where it runs already its result is dropped."""
+        """Raises what the runner raises, and ServingError once this is closed.
+
+        If the caller is cancelled the job does not run, or where it runs already its result is dropped.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         with self._something:
             if self._closed:
-                raise RuntimeError("closed")
+                raise ServingError(STOPPING)
             self._waiting.append((job, future, loop))
             self._something.notify()
         return await future
@@ -134,7 +140,7 @@ class Batcher:
                 if self._closed:
                     batch, self._waiting = self._waiting, []
                     for _, future, loop in batch:
-                        _deliver(loop, future, RuntimeError("closed"))
+                        _deliver(loop, future, ServingError(STOPPING))
                     return
                 batch, self._waiting = self._waiting, []
             batch = [entry for entry in batch if not entry[1].cancelled()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blocktrain.errors import ProtocolError
+from blocktrain.errors import ProtocolError, ServingError
 from blocktrain.model.transformer import MASK_ID
 from blocktrain.serving.chain import Batcher
 from blocktrain.serving.compute import BlockRunner, Job, Result, Settings, TextMemory
@@ -142,6 +142,8 @@ class Stage:
         text.job = asyncio.ensure_future(self.batcher.run(job))
         try:
             result = await text.job
+        except ServingError as error:  # it stops: nothing is wrong with it or with the step
+            raise StageRefused("failed", str(error)) from None
         except Exception as error:
             text.memory = TextMemory()
             raise StageRefused("failed", f"the blocks failed ({type(error).__name__})") from error
