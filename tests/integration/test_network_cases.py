@@ -236,6 +236,36 @@ class OneConnectionEach(httpx2.AsyncHTTPTransport):
         super().__init__(limits=httpx2.Limits(max_keepalive_connections=0))
 
 
+class AwayFor(httpx2.AsyncHTTPTransport):
+    """Nobody can be reached for so many seconds after the first part of an update was to be sent."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.until = seconds, 0.0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "PUT" and not self.until:
+            self.until = time.monotonic() + self.seconds
+        if time.monotonic() < self.until:
+            raise httpx2.ConnectError("no route")
+        return await super().handle_async_request(request)
+
+
+def test_an_outage_is_no_part_of_how_long_an_upload_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the worker would hold so much time back that no step fits into the rounds after it."""
+    monkeypatch.setattr(link, "OUTAGE_S", 0.5)
+    layout = make_layout(1, BIG)
+    with serve(make_coordinator(tmp_path / "swarm", layout=layout, round=ROUND, limits={"part_mb": 0.25})) as served:
+        away = AwayFor(2.0)
+        way = served.link(transport=away)
+        worker = Worker(way, MadeUpEngine(layout, tmp_path))
+        began = time.monotonic()
+        in_time(until_updates(worker, 1))
+        took = time.monotonic() - began
+    assert took > way.away_s > away.seconds, "two lanes met it, and it was one outage"
+    assert worker._upload_s is not None and worker._upload_s <= took - way.away_s
+
+
 @pytest.mark.parametrize("at", [0.2, 0.5, 0.9])
 def test_a_byte_flipped_in_an_upload_is_noticed_and_sent_again(at: float, tmp_path: Path):
     layout = make_layout(1, BIG)

@@ -56,6 +56,7 @@ M = TypeVar("M", bound=Message)
 CHUNK = 1 << 20
 PATIENCE_S = 3600.0
 HURRY_S = 10.0
+OUTAGE_S = 8.0  # of failures in a row, from which on they are an outage and no longer what this line is like
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 TIMEOUT = httpx2.Timeout(connect=10.0, read=120.0, write=60.0, pool=None)
 FILE_TIMEOUT = httpx2.Timeout(connect=10.0, read=10.0, write=10.0, pool=None)  # a stalled transfer is broken off and resumed
@@ -101,6 +102,8 @@ class HttpLink:
         self._session = ""
         self._last_moment = math.inf  # of waiting for a coordinator that does not answer, once the worker is to stop
         self._digest = ""
+        self.away_s = 0.0  # in outages, each counted once however many requests met it
+        self._away_until = 0.0
 
     # --- Connecting ---
 
@@ -233,11 +236,13 @@ class HttpLink:
         Where more of a file is here than before (`got`), patience begins anew.
         """
         loop, told, attempt, unreadable, had = asyncio.get_running_loop(), "", 0, 0, got()
-        end = loop.time() + patience_s
+        end, failing_since = loop.time() + patience_s, math.inf
         while True:
-            after = None
+            after, began = None, loop.time()
             try:
-                return await once()
+                result = await once()
+                self._note_outage(failing_since, began)
+                return result
             except Again as error:
                 reason, after = str(error), error.after_s
             except _Damaged as error:
@@ -248,6 +253,7 @@ class HttpLink:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
             if (here := got()) > had:
                 had, attempt, end = here, 0, loop.time() + patience_s
+            failing_since = min(failing_since, loop.time())
             left = min(end, self._last_moment) - loop.time()
             if left <= 0 and self._last_moment < end:
                 raise WorkerStopped(f"{self.line.url}: {reason}; stopped without it, what was not handed in is given to others")
@@ -259,6 +265,11 @@ class HttpLink:
             pause = after if after is not None else PAUSES_S[min(attempt, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
             await asyncio.sleep(min(pause, max(0.0, left)))
             attempt += 1
+
+    def _note_outage(self, since: float, until: float) -> None:
+        if until - since > OUTAGE_S:
+            self.away_s += max(0.0, until - max(since, self._away_until))
+            self._away_until = until
 
     def hurry(self) -> None:
         """Whoever waits for the coordinator waits for only a few seconds more."""

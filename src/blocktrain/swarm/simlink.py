@@ -81,6 +81,8 @@ class Bell:
 class SimLink:
     """One process of one worker at a coordinator in this process. `closed` rings when a block has a new version."""
 
+    away_s = 0.0
+
     def __init__(
         self,
         coordinator: Coordinator,

@@ -59,6 +59,8 @@ class WorkerStopped(BlockTrainError):
 class Link(Protocol):
     """The way to a coordinator. A request that is not granted raises Told; one that never got through, WorkerStopped."""
 
+    away_s: float  # for how long, in all, the coordinator could not be had at all
+
     async def info(self) -> RunInfo: ...
     async def join(self, capacity: int, takeover: bool) -> JoinReply: ...
     async def beat(self) -> None: ...
@@ -263,7 +265,7 @@ class Worker:
 
     async def _hand_in(self, work: Work, trained: Trained) -> None:
         """Begin, parts, commit; what is missing or damaged at the other end is sent again."""
-        began = _now()
+        began = _now() - self.link.away_s
         request = BeginRequest(key=work.key, size=trained.source.size, sha256=trained.sha256)
         for _ in range(RESENDS):
             reply = await self.link.begin(request)
@@ -284,7 +286,7 @@ class Worker:
         else:
             raise Told("returned", f"the update was damaged {RESENDS} times on its way")
         crash.point("worker.after_commit")
-        self._upload_s = max(_now() - began, (self._upload_s or 0.0) * FADES)
+        self._upload_s = max(_now() - self.link.away_s - began, (self._upload_s or 0.0) * FADES)
         self.engine.settled(work, True)
         self.updates += 1
         ce = f", CE {trained.metrics.ce:.4f} nats/byte" if trained.metrics.ce is not None else ""
