@@ -18,7 +18,7 @@ from blocktrain.errors import ConfigError
 STOPPED = 130  # exit code after Ctrl-C
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+out = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else 120)
 
 Run = Annotated[Path, Parameter(help="Run folder.")]
 Settings = Annotated[
