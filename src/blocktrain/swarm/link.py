@@ -269,7 +269,7 @@ class HttpLink:
     def _note_outage(self, since: float, until: float) -> None:
         if until - since > OUTAGE_S:
             self.away_s += max(0.0, until - max(since, self._away_until))
-            self._away_until = until
+            self._away_until = max(until, self._away_until)
 
     def hurry(self) -> None:
         """Whoever waits for the coordinator waits for only a few seconds more."""
