@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,37 @@ def test_train_evaluate_generate(text: Path, tmp_path: Path, capsys: pytest.Capt
     assert (code, made["bytes"], made["mode"]) == (0, 20, "exact")
     again = call(capsys, "generate", folder, "--prompt", "one and", "--max-bytes", "20")[1]
     assert again == made["text"] + "\n"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_reference_without_an_intact_checkpoint_costs_only_the_gap(begun: bool, run: Path, capsys: pytest.CaptureFixture[str]):
+    """It was killed before its first checkpoint, or its files are cut."""
+    assert call(capsys, "train", str(run), "--reference", "--json")[0] == 0
+    checkpoints = run / "reference" / "checkpoints"
+    if begun:
+        shutil.rmtree(checkpoints)
+    else:
+        for file in checkpoints.glob("step-*/*.safetensors"):
+            file.write_bytes(file.read_bytes()[:100])
+    code, out, err = call(capsys, "evaluate", str(run), "--json")
+    assert code == 0, err
+    figures = json.loads(out)
+    assert figures["gap"] is None and figures["headline_ce"] > 0
+    assert f"so there is no gap; `blocktrain train {run} --reference` goes on" in err
+
+
+def test_a_closed_standard_output_is_no_reason_not_to_start():
+    """As a daemon may be started."""
+    done = subprocess.run(["sh", "-c", f"'{sys.executable}' -m blocktrain memory --preset smoke >&-"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_first_checkpoint_that_cannot_be_written_promises_none_before_it(run: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_bytes(b"")
+    code, _, err = call(capsys, "train", str(run))
+    assert code == 2
+    assert "there is no checkpoint before it" in err
 
 
 def test_the_same_command_again_goes_on_and_presets_may_be_repeated(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

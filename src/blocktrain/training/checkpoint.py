@@ -110,7 +110,8 @@ def write_checkpoint(run: Path, progress: Progress, fill: Callable[[Path], None]
         sync_folder(folder)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise CheckpointError(f"{target}: cannot be written ({error.strerror}); the checkpoint before is intact, run again when cured") from None
+        kept = "the checkpoint before is intact" if _names(folder) else "there is no checkpoint before it"
+        raise CheckpointError(f"{target}: cannot be written ({error.strerror}); {kept}, run again when cured") from None
     for old in _names(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return Checkpoint(target, progress)

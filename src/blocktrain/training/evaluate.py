@@ -23,6 +23,7 @@ from torch import Tensor
 
 from blocktrain.config import reference_config
 from blocktrain.diffusion.noise import log_bins
+from blocktrain.errors import CheckpointError
 from blocktrain.model.reference import NGramModel
 from blocktrain.model.transformer import MASK_ID, parameter_count
 from blocktrain.seeding import fold, generator
@@ -219,9 +220,13 @@ def _reference(run: LoadedRun, windows: np.ndarray, warn: Callable[[str], None])
     folder = run.folder / "reference"
     if not (folder / "run.toml").is_file():
         return None
-    reference = load_run(folder, warn)
-    mine, its = run.progress, reference.progress
     advice = f"; `blocktrain train {run.folder} --reference` goes on, or remove that folder first"
+    try:
+        reference = load_run(folder, warn)
+    except CheckpointError as error:  # the run itself is whole
+        warn(f"{str(error).partition(';')[0]}, so there is no gap{advice}")
+        return None
+    mine, its = run.progress, reference.progress
     if not its.finished:
         problem = f"stopped at step {its.step}"
     elif its.config_digest != reference_config(run.trained_config).digest:
